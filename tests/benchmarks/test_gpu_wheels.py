@@ -60,24 +60,6 @@ def test_the_list_has_sizes_versions_and_what_wheels_need(tmp_path, wanted):
     assert "They do not fit together: hjson 1.0 needs deepspeed>=2, and 1.0 is there." in wheels.plan(tmp_path, there)
 
 
-@pytest.mark.parametrize(("torch", "vllm"), [("2.13.0+cu130", "0.32.0"), ("2.11.0+cu130", "0.26.0"), ("2.12.0", "")])
-def test_the_vllm_of_the_torch_that_is_there_is_listed(torch, vllm, tmp_path, wanted):
-    wanted(vllm=["vllm>=0.26,<0.34"])
-    (tmp_path / "there.txt").write_text(f"torch=={torch}\n")
-    said = wheels.plan(tmp_path, tmp_path / "there.txt")
-    assert re.findall(r"^vllm==(\S+) ", said, re.MULTILINE) == [vllm] * bool(vllm)
-    assert (f"vllm is not in the list: it is for torch 2.11, 2.13, 2.14, and {torch} is there" in said) != bool(vllm)
-    assert all(version in groups()["vllm"][0].specifier for version in wheels.VLLM_OF_TORCH.values())
-
-
-def test_a_version_that_does_not_fit_is_listed(tmp_path, wanted):
-    wanted(train=["rich>=15,<16"])
-    there = tmp_path / "there.txt"
-    there.write_text("rich==14.0.0\n")
-    assert "rich<16,>=15 " in wheels.plan(tmp_path, there)
-    assert "14.0.0 is there" in wheels.plan(tmp_path, there)
-
-
 def test_pieces_put_together_are_the_same_bytes(tmp_path, wanted):
     small = write_wheel(tmp_path, "small")
     large = write_wheel(tmp_path, "large", ["hjson"], size=(2 << 20) + 12345)

@@ -1,18 +1,12 @@
 """The harness: rows compute the same thing, slow is shown as slow, wrong as wrong, and memory as it is."""
 
-import json
-import statistics
-import subprocess
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.races import Races
-from benchmarks.record import Machine, Record, read, summarize, write
+from benchmarks.record import Machine, Record, read, write
 from benchmarks.render import RESULTS, grids, main, markdown
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
@@ -31,85 +25,47 @@ from exgrpo.tools.heads import (
     exact,
     make_problem,
 )
-from tests.benchmarks.support import ENVIRONMENT
 
 CPU = torch.device("cpu")
 SMALL = (48, 64, 600)
+MORE = (torch.bfloat16, 1.0)
 
 
 def case(operation: str, dtype=torch.float32, active=1.0) -> Case:
     return Case(operation, *SMALL, dtype, active)
 
 
-COMPILED = ("compiled", "Cut Cross-Entropy")
-"""In the names of rows that torch's compiler makes, which takes seconds: `make test-long` has them."""
-
-
-def compiles(row) -> bool:
-    return any(name in row.name for name in COMPILED)
-
-
-# Compiled rows differ by the compiler alone: one operation will do. Of others each operation is tried in one dtype.
+# Rows that torch's compiler makes take seconds, and so does a second dtype: `make test-long` has them.
 CLAIMED = [
     pytest.param(
-        *(row, operation, dtype),
-        id=f"{row.name}-{operation}-{dtype}",
+        *(row, operation, dtype, active),
+        id=f"{row.name}-{operation}-{dtype}-{active}",
         marks=pytest.mark.long
-        if compiles(row) or (operation == row.operations[0]) == (dtype == torch.bfloat16)
+        if any(name in row.name for name in ("compiled", "Cut Cross-Entropy")) or (dtype, active) == MORE
         else (),
     )
     for row in ROWS
     for operation in (row.operations if "compiled" not in row.name else [LOG_PROB])
-    for dtype in (torch.float32, torch.bfloat16)
+    for dtype, active in ((torch.float32, 0.5), MORE)
     if not isinstance(row, Floor)
 ]
 
 
-@pytest.mark.parametrize(("row", "operation", "dtype"), CLAIMED)
-def test_every_row_computes_the_operation(row, operation, dtype):
+@pytest.mark.parametrize(("row", "operation", "dtype", "active"), CLAIMED)
+def test_every_row_computes_the_operation_and_tokens_that_are_not_active_do_not_count(row, operation, dtype, active):
+    """Whatever a row makes of the others: what the active ones give is right, and the others have no gradient."""
     if reason := row.missing(CPU):
         pytest.skip(reason)
-    problem = make_problem(case(operation, dtype), CPU)
-    truth = exact(case(operation, dtype), problem)
-    plain = errors(case(operation, dtype), FullLogits(), problem, truth)
-    assert not errors(case(operation, dtype), row, problem, truth).wrong(plain)
-
-
-PARTLY = [
-    pytest.param(
-        *(row, operation),
-        id=f"{row.name}-{operation}",
-        marks=pytest.mark.long if compiles(row) or operation not in (LOG_PROB, CROSS_ENTROPY) else (),
-    )
-    for row in ROWS
-    for operation in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY)
-    if operation in row.operations and "compiled" not in row.name and not isinstance(row, Floor)
-]
-
-
-@pytest.mark.parametrize(("row", "operation"), PARTLY)
-def test_tokens_that_are_not_active_do_not_count(row, operation):
-    """Whatever a row makes of them: what the active ones give is right, and the others have no gradient."""
-    if reason := row.missing(CPU):
-        pytest.skip(reason)
-    some = case(operation, active=0.5)
-    problem = make_problem(some, CPU)
-    truth = exact(some, problem)
-    assert not errors(some, row, problem, truth).wrong(errors(some, FullLogits(), problem, truth))
-    if truth.gradients:
-        assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
-        alone = make_problem(case(operation), CPU)
-        assert not errors(some, row, alone, truth).gradient < 0.1  # all tokens together give something else
-
-
-@pytest.mark.parametrize("active", [1.0, 0.7, 0.5])
-def test_as_many_tokens_are_active_as_the_case_says(active):
-    some = case(LOG_PROB, active=active)
+    if operation not in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY):
+        active = 1.0
+    some = case(operation, dtype, active)
     problem = make_problem(some, CPU)
     assert problem.active.sum() == some.active_tokens == round(active * SMALL[0])
     assert torch.equal(problem.target == IGNORED, ~problem.active)
-    assert torch.equal(problem.advantage != 0, problem.active)
-    assert ("active" in str(some)) == (active < 1)
+    truth = exact(some, problem)
+    assert not errors(some, row, problem, truth).wrong(errors(some, FullLogits(), problem, truth))
+    if truth.gradients and active < 1:
+        assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
 
 
 class HalfTemperature(FullLogits):
@@ -177,20 +133,6 @@ def test_a_slow_row_shows_up_as_slow(taking):
     assert paired_ratio(seconds["slow"], seconds["floor"]) == 3.0
 
 
-def test_calls_in_a_row_are_one_turn_with_the_seconds_of_one_call(taking):
-    count = 0
-    half = taking(0.5)
-
-    def call():
-        nonlocal count
-        count += 1
-        half()
-
-    seconds, _ = interleave({"row": call}, CPU, 0.0, in_a_row=4)
-    assert seconds == {"row": [0.5] * 5}
-    assert count == 4 * (1 + 5)  # with the warm-up
-
-
 def test_rows_take_turns_and_each_goes_first():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
@@ -219,27 +161,6 @@ def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
         races.run("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
 
 
-def test_rows_that_did_not_run_are_named_with_the_reason():
-    races = Races(ours="exgrpo torch")
-    absent = Result(reason="quack is not installed")
-    races.results = {
-        "one": {"floor": Result((1.0,)), "quack": absent, "trl": Result(failure="E: x")},
-        "two": {"floor": Result((1.0,)), "quack": absent, "trl": Result((2.0,))},
-    }
-    assert races.left_out() == {"quack": ["quack is not installed"], "trl": ["one: E: x"]}
-
-
-def test_no_group_begins_after_the_deadline():
-    races = Races(ours="exgrpo torch", deadline=time.monotonic())
-    with pytest.raises(pytest.skip.Exception, match="its time is up"):
-        races.run("group", "floor", lambda: pytest.fail("it began"), benchmark=None)
-
-
-def test_pairing_cancels_what_the_machine_does_to_a_whole_round():
-    load = [1.0, 5.0, 1.0, 0.5, 9.0]
-    assert paired_ratio([3 * x for x in load], load) == pytest.approx(3.0)
-
-
 @pytest.mark.parametrize("mebibytes", [40, 200])
 def test_peak_memory_of_a_known_allocation(mebibytes):
     def allocate():
@@ -265,41 +186,6 @@ def test_inputs_are_as_sharp_as_a_language_model(shape):
     # Targets are sampled: their mean surprise is the mean entropy, within four standard errors.
     surprise = -log_prob.gather(-1, inputs.target[:, None]).squeeze(-1)
     assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
-
-
-BENCH = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", "-q"]
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.long
-def test_the_command_writes_a_record_that_becomes_a_page(tmp_path):
-    record = tmp_path / "record.json"
-    done = subprocess.run(
-        [*BENCH, "--benchmark-only", f"--benchmark-json={record}", "-k", "advantages"],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "time / ours" in done.stdout
-    loaded = json.loads(record.read_text())
-    assert "node" not in loaded["machine_info"]
-    assert torch.__version__.startswith(loaded["machine_info"]["versions"]["torch"])  # a build may add "+cu130"
-    small = summarize(loaded)
-    slow = next(row for row in small.rows if row["row"] == "a loop over groups")
-    assert slow["times_ours"] > 1
-    stats = next(b for b in loaded["benchmarks"] if b["extra_info"]["row"] == "a loop over groups")["stats"]
-    assert slow["median"] == statistics.median(stats["data"])
-    assert slow["iqr"] == stats["iqr"]
-    assert main([str(record), "--output", str(tmp_path / "results")]) == 0
-    written = {path.suffix: path for path in (tmp_path / "results").iterdir()}
-    assert set(written) == {".json", ".md"}  # these groups have no plot
-    assert written[".md"].read_text() == markdown(small) == markdown(read(written[".json"]))
-    assert "a loop over groups" in written[".md"].read_text()
-    assert written[".json"].stat().st_size < record.stat().st_size / 4
 
 
 FACTS = {

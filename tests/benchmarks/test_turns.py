@@ -16,9 +16,7 @@ from benchmarks.plots import draw
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
 from benchmarks.turns import Program, ProgramError, Turn, take_turns
-from benchmarks.word_problems import word_problems
 from benchmarks.workloads import ON_GPU
-from exgrpo.kernels.timing import paired_spread
 
 FAKE = """
 import json, os, sys, time
@@ -65,13 +63,6 @@ def test_a_program_that_ends_says_why(tmp_path):
         Program([sys.executable, "-c", kill], tmp_path / "log")
     with pytest.raises(ProgramError, match="no such model"):
         Program([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path / "log")
-
-
-def test_an_interrupt_does_not_wait_for_a_program_in_its_turn(tmp_path):
-    code = "import time\nfrom benchmarks.turns import Turns\nTurns().answer({})\nwhile True: time.sleep(1)"
-    with pytest.raises(KeyboardInterrupt), Program([sys.executable, "-c", code], tmp_path / "log") as program:
-        raise KeyboardInterrupt
-    assert program._process.returncode == -9  # it would not have ended by itself
 
 
 def test_the_peak_of_a_program_has_that_of_its_children():
@@ -127,11 +118,6 @@ def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
     assert "times_trl" not in test_training_step.results(turns)[EXGRPO].facts
 
 
-def test_a_spread_has_the_quartiles_of_the_ratios():
-    assert paired_spread([1, 2, 3, 4, 5], [1, 1, 1, 1, 1]) == (3, 2, 4)
-    assert paired_spread([3], [2]) == (1.5, 1.5, 1.5)
-
-
 @pytest.mark.parametrize("power", [0.0, 0.7, 1.0, 2.0])
 def test_growth_exponents(power):
     assert exponent({size: 0.3 * size**power for size in (4, 8, 16, 64)}) == pytest.approx(power)
@@ -177,11 +163,3 @@ def test_models_of_the_benchmarks_never_end_an_answer(tied, tmp_path):
     probabilities = torch.softmax(model(ids).logits.double(), -1)
     assert probabilities[..., END].max() < 1e-12
     assert (probabilities[..., 1:].max(-1).values < 0.01).all()  # the others are about equally likely
-
-
-def test_word_problems_are_right_and_repeatable():
-    problems = list(word_problems(200, 3))
-    assert problems == list(word_problems(200, 3))
-    assert problems != list(word_problems(200, 4))
-    assert all(int(problem["answer"]) >= 0 for problem in problems)
-    assert 150 < sum(len(problem["question"]) for problem in problems) / len(problems) < 320

@@ -2,9 +2,7 @@
 
 import html
 import importlib.util
-import json
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,13 +12,14 @@ import pytest
 from pydantic import BaseModel
 
 from exgrpo.train.config.options import Config
+from tests.tools.report.conftest import browser as browser
+from tests.tools.report.test_browser import ask, screen, wait
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
 for package in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'exgrpo[docs]'")
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (390, 1440)
 
 
@@ -125,72 +124,12 @@ def test_the_reference_has_each_option_with_its_default_and_meaning():
     assert by_key["objective.kl"][:2] == ["one of `k1`, `k2`, `k3`", "`k3`"]
 
 
-MEASURE = """<!doctype html><title>waiting</title><script>
-const pages = %s, width = %d, wide = {};
-async function measure(page) {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
-  const loaded = new Promise(done => frame.onload = done);
-  frame.src = page;
-  document.body.append(frame);
-  await loaded;
-  const found = frame.contentDocument.scrollingElement.scrollWidth;
-  if (found > width) wide[page] = found;
-  frame.remove();
-}
-async function all() {
-  for (const page of pages) await measure(page);
-  document.title = "wide: " + JSON.stringify(wide);
-}
-</script><body onload="all()">"""
-"""A page that opens others in frames of a width, and puts those that are wider into its title."""
-
-
-def browser():
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
-    return found
-
-
-def in_browser(page, profile):
-    """The title of a page once its scripts have done their work; pages of files may look into their frames."""
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--allow-file-access-from-files")
-    command = [
-        browser(),
-        *flags,
-        f"--user-data-dir={profile}",
-        "--virtual-time-budget=600000",
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1])
-
-
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_page_is_wider_than_the_window(site, width, tmp_path):
-    browser()
-    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    pages.remove("index.html")  # leads to docs/index.html
-    measure = site / "measure.html"
-    measure.write_text(MEASURE % (json.dumps(pages), width))
-    title = in_browser(measure, tmp_path)
-    measure.unlink()
-    assert title == "wide: {}"
-
-
-SEARCH = """<!doctype html><title>waiting</title><script>
-async function search(frame) {
-  let found = [];
-  while (!found.length) {
-    await new Promise(done => setTimeout(done, 50));
-    found = [...frame.contentDocument.querySelectorAll("#search-results li a")].map(link => link.getAttribute("href"));
-  }
-  document.title = found.join(" ");
-}
-</script><iframe src="search.html?q=%s" onload="search(this)"></iframe>"""
-"""A page that searches, and puts the pages that were found into its title."""
+def test_no_page_is_wider_than_the_window(site, browser, width):
+    screen(browser, width=width)
+    for page in sorted(site.rglob("*.html")):
+        browser.get(page.as_uri())
+        assert ask(browser, "document.scrollingElement.scrollWidth") <= width, page.name
 
 
 @pytest.mark.parametrize(
@@ -201,10 +140,8 @@ async function search(frame) {
         ("retirement", "docs/concepts.html"),
     ],
 )
-def test_the_search_finds_pages_in_a_folder_of_files(site, words, page, tmp_path):
-    browser()
-    searching = site / "searching.html"
-    searching.write_text(SEARCH % words)
-    title = in_browser(searching, tmp_path)
-    searching.unlink()
-    assert page in [link.partition("#")[0].partition("?")[0] for link in title.split()]
+def test_the_search_finds_pages_in_a_folder_of_files(site, browser, words, page):
+    browser.get(f"{(site / 'search.html').as_uri()}?q={words}")
+    links = "[...document.querySelectorAll('#search-results li a')].map(link => link.getAttribute('href'))"
+    wait(browser, f"{links}.length")
+    assert page in [link.partition("#")[0].partition("?")[0] for link in ask(browser, links)]

@@ -1,13 +1,9 @@
 """Functions inside the forward of a head: what they get, who sees their results, and what is left of them."""
 
-import copy
-import pickle
-import threading
-
 import pytest
 import torch
 
-from exgrpo.heads.inside import close_head, compute, compute_during, is_open, is_outermost, open_head
+from exgrpo.heads.inside import compute, compute_during, open_head
 
 
 class Model(torch.nn.Module):
@@ -76,55 +72,3 @@ def test_an_error_leaves_nothing_behind(case):
     torch.testing.assert_close(model(hidden), 2 * logits)
     with pytest.raises(RuntimeError, match="did not call its head"):
         compute_during(model.head, largest, lambda: hidden)
-
-
-def test_threads_share_a_head():
-    """Each one's function runs for its own hidden states, and a call without a function is the head's own."""
-    head, together = torch.nn.Linear(4, 6), threading.Barrier(3, timeout=60)
-    open_head(head)
-    hidden = {name: torch.randn(rows, 4) for name, rows in (("largest", 2), ("sum", 3), ("own", 5))}
-    functions = {"largest": largest, "sum": lambda given: torch.nn.functional.linear(*given).sum(-1)}
-    found = {}
-
-    def run(name):
-        def forward():
-            together.wait()  # all are under way
-            output = head(hidden[name])
-            together.wait()
-            return output
-
-        found[name] = compute_during(head, functions[name], forward)[1] if name in functions else forward()
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in hidden]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    logits = {name: torch.nn.functional.linear(rows, head.weight, head.bias) for name, rows in hidden.items()}
-    expected = {"largest": logits["largest"].amax(-1), "sum": logits["sum"].sum(-1), "own": logits["own"]}
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda head: pickle.loads(pickle.dumps(head))], ids=["deep", "pickle"]
-)
-def test_a_copy_computes_with_its_own_weight(copied):
-    head, hidden = torch.nn.Linear(4, 6), torch.randn(3, 4)
-    open_head(head)
-    twin = copied(head)
-    with torch.no_grad():
-        twin.weight.zero_()
-        twin.bias.fill_(5)
-    torch.testing.assert_close(compute(twin, hidden, largest), torch.full((3,), 5.0))
-    torch.testing.assert_close(compute(head, hidden, largest), head(hidden).amax(-1))
-
-
-def test_a_closed_head_is_what_it_was():
-    head = torch.nn.Linear(4, 6)
-    before = dict(vars(head))
-    open_head(head)
-    assert is_open(head)
-    assert is_outermost(head)
-    close_head(head)
-    assert not is_open(head)
-    assert vars(head) == before

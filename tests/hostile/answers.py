@@ -1,11 +1,13 @@
-"""Hostile answers of rollout servers: a stand-in that sends any bytes, at any pace, to the trainer's client."""
+"""Hostile answers of rollout servers: a stand-in that sends any bytes to the trainer's client.
+
+Those that come slowly, or have no end, are in tests/train/rollout/server/test_bad_answers.py.
+"""
 
 import functools
 import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -238,39 +240,4 @@ def _cut(draw: Draw, folder: Path) -> Trial:
     return Trial("cut", lambda: ask(script), "refused", errors=(ServerError,))
 
 
-def _slow(draw: Draw, folder: Path) -> Trial:
-    """Answers that come in parts, and do not end in time, or never."""
-    content = http(json.dumps(reply(choices(draw, 1))).encode(), length=10**6)
-    head = content.index(b"\r\n\r\n") + 4 if draw(st.booleans()) else 0
-
-    def script(to: socket.socket) -> None:
-        to.sendall(content[:head])
-        end = time.monotonic() + LATE
-        while time.monotonic() < end:
-            to.sendall(b" ") if head else None
-            time.sleep(0.1)
-
-    def asked() -> float:
-        begun = time.monotonic()
-        with suppress(ServerError):
-            ask(script)
-        return time.monotonic() - begun
-
-    return Trial("slow", asked, "right", wrong=lambda took: f"waits for {took:.0f} s" if took > LATE / 2 else "")
-
-
-def _enormous(draw: Draw, folder: Path) -> Trial:
-    """More than any answer has, with a length or without, or packed."""
-    part = draw(of((b" ", b"[", b"1,"))) * 2**20
-    head = draw(of((http(b"", length=10**12), b"HTTP/1.1 200 OK\r\n\r\n")))
-
-    def script(to: socket.socket) -> None:
-        to.sendall(head)
-        end = time.monotonic() + LATE
-        while time.monotonic() < end:
-            to.sendall(part)
-
-    return Trial("enormous", lambda: ask(script), "refused", errors=(ServerError,))
-
-
-WAYS = (*(_wrong, _any_value, _damaged, _wrong, _sound, _wrong, _any_value, _no_answer) * 4, _cut, _slow, _enormous)
+WAYS = (*(_wrong, _any_value, _damaged, _wrong, _sound, _wrong, _any_value, _no_answer) * 4, _cut)

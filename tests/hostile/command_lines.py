@@ -25,7 +25,6 @@ from tests.hostile.values import ANY_TEXT, Draw, some
 
 NO_NUMBERS = ("text", "nan", "inf", "-inf", "1e400", "9" * 5000, "", "0x10", "[1]", "None1", "1e308", "--", "１２,")  # noqa: RUF001
 NO_SWITCHES = ("maybe", "7", "", "nan")
-NO_OPTIONS = ("x", "=", "1", "-", "-x", "-1", "---", "seed=1", "/", "é")
 Parser = Callable[[list[str]], Any]
 PROGRAMS: dict[str, Parser] = {
     "train": parse_args,
@@ -77,17 +76,20 @@ def _sound_of_programs(draw: Draw, folder: Path) -> Trial:
     return trial(f"sound {name}", REQUIRED[name], PROGRAMS[name], expected="right")
 
 
+def _refused(draw: Draw, folder: Path) -> Trial:
+    """No value, no option, or no recipe."""
+    words = (str(folder), str(folder / "none.yaml"), "", "builtin:nothing", "x" * 5000, "/dev/zero", "~nobody/x")
+    word = draw(of(words))
+    given: tuple[list[str], ...] = ([f"--{draw(of(NUMBERS))}"], [draw(of(("x", "=", "-", "-x", "---", "seed=1")))])
+    given += ([f"--recipe={word}"], ["--recipe", word], ["--seed=1", "--recipe", word])
+    return trial("no value, option or recipe", draw(of(given)), expected="refused")
+
+
 def _wrong_value(draw: Draw, folder: Path) -> Trial:
     keys, values = draw(of(((NUMBERS, NO_NUMBERS), (NUMBERS, NO_NUMBERS), (SWITCHES, NO_SWITCHES))))
     key = draw(of(keys))
     argv = _spelled(draw, key, draw(of(values)))
     return trial("no number or switch", argv, expected="refused", names=(key, key.replace("_", "-")))
-
-
-def _no_value(draw: Draw, folder: Path) -> Trial:
-    key = draw(of(NUMBERS))
-    argv = [f"--{key}", *draw(of(((), ("--seed", "1"))))]
-    return trial("no value", argv, expected="refused", names=(key,))
 
 
 def _unknown(draw: Draw, folder: Path) -> Trial:
@@ -98,10 +100,6 @@ def _unknown(draw: Draw, folder: Path) -> Trial:
     return trial("unknown option", argv, expected="refused", names=(name, name.replace("-", "_")))
 
 
-def _no_option(draw: Draw, folder: Path) -> Trial:
-    return trial("no option", [draw(of(NO_OPTIONS))], expected="refused")
-
-
 def _any(draw: Draw, folder: Path) -> Trial:
     words = []
     for _ in range(some(draw, 1, 4)):
@@ -110,13 +108,6 @@ def _any(draw: Draw, folder: Path) -> Trial:
     name = draw(of(("train", *PROGRAMS)))
     wrong = repeated if name == "train" else lambda options: ""
     return trial(f"any words for {name}", REQUIRED.get(name, []) + words, PROGRAMS[name], wrong=wrong)
-
-
-def _recipe(draw: Draw, folder: Path) -> Trial:
-    words = (str(folder), str(folder / "none.yaml"), "", "builtin:nothing", "x" * 5000, "/dev/zero", "~nobody/x")
-    word = draw(of(words))
-    argv = draw(of(([f"--recipe={word}"], ["--recipe", word], ["--seed=1", "--recipe", word])))
-    return trial("no recipe", argv, expected="refused")
 
 
 def _estimate(draw: Draw, folder: Path) -> Trial:
@@ -134,20 +125,7 @@ def _estimate(draw: Draw, folder: Path) -> Trial:
     return Trial("an estimate of nothing", told, "right", wrong=wrong)
 
 
-def _help(draw: Draw, folder: Path) -> Trial:
-    name = draw(of(sorted(PROGRAMS)))
-
-    def ended() -> int | str | None:
-        try:
-            quiet(PROGRAMS[name], ["--help"])
-        except SystemExit as end:
-            return end.code
-        return "goes on"
-
-    return Trial("help", ended, "right", wrong=lambda code: "" if not code else f"exit status {code}")
-
-
 WAYS = (
     *(_any, _any, _wrong_value, _any, _sound, _wrong_value, _unknown, _any, _wrong_value, _sound_of_programs, _any),
-    *(_no_value, _unknown, _no_option, _wrong_value, _recipe, _any, _estimate, _sound, _help),
+    *(_refused, _unknown, _refused, _wrong_value, _any, _estimate, _sound),
 )

@@ -24,18 +24,7 @@ NO_NUMBERS: tuple[Any, ...] = ("text", [1], {"a": 1}, math.nan, math.inf, -math.
 NO_SWITCHES: tuple[Any, ...] = ("maybe", 7, [True], math.nan, {"a": True}, "")
 LONG = 2**20
 HOLDS_ITSELF = ("policy: &a {path: *a}", "a: &a [*a]", "&a ? *a : 1", "a: &a {<<: *a}", "&a [*a, *a]")
-NO_BASES = (
-    "none.yaml",
-    ".",
-    "/dev/zero",
-    "/dev/stdin",
-    "x" * 5000,
-    "a/" * 3000,
-    "recipe.yaml",
-    "empty.yaml/x",
-    "~",
-    "\n",
-)
+DEPTHS = (21, 100, 1000, 5000, 100_000)
 TOO_LONG = (b"a: [" + b"1," * LONG + b"]", b"# " + b"x" * 8 * LONG, b"a: b\n" * LONG, b"\x00" * LONG)
 
 
@@ -99,24 +88,11 @@ def _odd_key(draw: Draw, folder: Path) -> Trial:
     return trial("odd key", yaml.safe_dump({**VALUES, key: draw(ANY)}, sort_keys=False), folder)
 
 
-def _twice(draw: Draw, folder: Path) -> Trial:
-    key = draw(of(NUMBERS + SWITCHES))
-    content = with_value(key, VALUES[key]) + f"{key}: {json.dumps(VALUES[key])}\n"
-    return refused("a key twice", content, folder, key)
-
-
 def _damaged(draw: Draw, folder: Path) -> Trial:
     content = yaml.safe_dump(SOUND.model_dump(mode="json")).encode()
     for _ in range(some(draw, 1, 3)):
         content = damaged(draw, content)
     return trial("damaged text", content, folder)
-
-
-def _aliases(draw: Draw, folder: Path) -> Trial:
-    width, depth = some(draw, 2, 12), some(draw, 3, 40)
-    lines = [f"a0: &x0 [{', '.join('1' * width)}]"]
-    lines += [f"a{i}: &x{i} [{', '.join([f'*x{i - 1}'] * width)}]" for i in range(1, depth)]
-    return refused("aliases of aliases", "\n".join(lines), folder)
 
 
 def _chain(draw: Draw, folder: Path) -> Trial:
@@ -131,38 +107,28 @@ def _chain(draw: Draw, folder: Path) -> Trial:
     return trial("chain of bases", "base: 0.yaml\n", folder, expected=expected, names=names)
 
 
-def _no_file(draw: Draw, folder: Path) -> Trial:
-    path = draw(of((folder, folder / "none.yaml", Path("/dev/zero"), folder / ("x" * 300), Path("/dev/null/x"))))
-    return Trial("no file", lambda: load_recipe(path), "refused", (str(path),))
-
-
-DEEP = ("YAML", "nested", "characters")
-DEPTHS = st.tuples(of(("a: [", "a: {a: ", "- ")), of((21, 100, 1000, 5000, 100_000)))
-REFUSED: dict[str, tuple[st.SearchStrategy[Any], tuple[str, ...]]] = {
-    "another encoding": (of(("utf-16", "utf-32", "utf-16-le", "cp037")).map(with_value("seed", 1).encode), ("YAML",)),
-    "deep": (
-        DEPTHS.map(lambda of_text: of_text[0] + of_text[0].removeprefix("a: ") * of_text[1] + "1"),
-        DEEP,
-    ),
-    "deep and whole": (
-        DEPTHS.map(lambda of_text: f"a: {'[' * of_text[1]}1{']' * of_text[1]}"),
-        DEEP,
-    ),
-    "holds itself": (of(HOLDS_ITSELF), ("itself", "YAML", "values", "missing")),
-    "no base": (of(NO_BASES).map(lambda base: f"base: {json.dumps(base)}\nsteps: 1\n"), ("recipe",)),
-    "long": (of(TOO_LONG), ("recipe.yaml",)),
-}
-
-
 def _refused(draw: Draw, folder: Path) -> Trial:
-    what = draw(of(sorted(REFUSED)))
-    (folder / "empty.yaml").touch()
-    contents, names = REFUSED[what]
-    return refused(what, draw(contents), folder, *names, *[str(folder)] * (what == "no base"))
+    """A key that stands twice, texts that are too deep or too long, no YAML, no base."""
+    key, (start, depth) = draw(of(NUMBERS + SWITCHES)), draw(st.tuples(of(("a: [", "a: {a: ", "- ")), of(DEPTHS)))
+    width, levels = some(draw, 2, 12), some(draw, 3, 40)
+    aliases = [f"a{i}: &x{i} [{', '.join([f'*x{i - 1}'] * width)}]" for i in range(1, levels)]
+    bases = (".", "none.yaml", "/dev/zero", "x" * 5000, "a/" * 3000, "recipe.yaml", "~", "\n")
+    contents: dict[str, Any] = {
+        "a key twice": with_value(key, VALUES[key]) + f"{key}: {json.dumps(VALUES[key])}\n",
+        "another encoding": with_value("seed", 1).encode(draw(of(("utf-16", "utf-32", "utf-16-le", "cp037")))),
+        "deep": start + start.removeprefix("a: ") * depth + "1",
+        "deep and whole": f"a: {'[' * depth}1{']' * depth}",
+        "aliases of aliases": "\n".join([f"a0: &x0 [{', '.join('1' * width)}]", *aliases]),
+        "holds itself": draw(of(HOLDS_ITSELF)),
+        "no base": f"base: {json.dumps(draw(of(bases)))}\nsteps: 1\n",
+        "long": draw(of(TOO_LONG)),
+    }
+    what = draw(of(sorted(contents)))
+    return refused(what, contents[what], folder, *([key] if what == "a key twice" else [str(folder)]))
 
 
 WAYS = (
     *(_wrong_value, _wrong_value, _any_value, _any_value, _any_value, _unknown, _odd_key, _damaged, _damaged) * 4,
-    *(_sound, _sound, _sound, _twice, _refused, _refused, _aliases, _refused, _chain, _no_file, _refused),
+    *(_sound, _sound, _sound, *(_refused,) * 6, _chain),
 )
 """All ways; those of which no two cases are alike come more often."""

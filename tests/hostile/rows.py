@@ -151,15 +151,6 @@ def _damaged(draw: Draw, folder: Path) -> Trial:
     return trial(f"damaged {path.suffix}", path)
 
 
-def _cut(draw: Draw, folder: Path) -> Trial:
-    """A table that is not whole: what is at its end is needed to read it."""
-    path = folder / "rows.parquet"
-    _write(path, rows(draw, 30), draw)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: some(draw, 0, len(whole) - 1)])
-    return trial("cut parquet", path, expected="refused", names=("rows.parquet",))
-
-
 def _sound_file(draw: Draw, folder: Path) -> Trial:
     path, sound = folder / f"rows{draw(of((*SUFFIXES, '.csv', '.parquet')))}", rows(draw, 30)
     if draw(st.integers(0, 9)) == 0:
@@ -211,15 +202,17 @@ def _csv(draw: Draw, folder: Path) -> Trial:
     return trial("bad CSV", path, expected="either" if fine else "refused", names=("rows.csv",))
 
 
-def _no_questions(draw: Draw, folder: Path) -> Trial:
+def _nothing(draw: Draw, folder: Path) -> Trial:
+    """No file, a file without questions, or a table that is not whole: what is at its end is needed to read it."""
     path = folder / f"rows{draw(of(SUFFIXES))}"
-    path.write_bytes(draw(of(BAD_FILES)))
-    return trial("no questions", path, expected="refused", names=(path.name,))
+    if path.suffix == ".parquet":
+        _write(path, rows(draw, 30), draw)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: some(draw, 0, len(whole) - 1)])
+    else:
+        path.write_bytes(draw(of(BAD_FILES)))
+    sources = (str(path), str(path), *NO_SOURCES, str(folder), str(folder / "none.jsonl"), f"{folder}/*.txt")
+    return trial("no questions", draw(of(sources)), expected="refused")
 
 
-def _no_file(draw: Draw, folder: Path) -> Trial:
-    source = draw(of((*NO_SOURCES, str(folder), str(folder / "none.jsonl"), f"{folder}/*.jsonl")))
-    return trial("no file", source, expected="refused")
-
-
-WAYS = (*(_some_bad, _any_row, _damaged) * 4, *(_cut, _sound_file, _table, _csv, _no_questions, _no_file))
+WAYS = (*(_some_bad, _any_row, _damaged) * 4, *(_sound_file, _table, _csv, _nothing, _nothing))

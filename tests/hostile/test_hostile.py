@@ -20,10 +20,9 @@ from exgrpo.train.reward.worker import little_memory
 from tests.hostile.judge import TRACEBACK, judged
 
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("ignore")]
-SHARES = {"recipes": 240, "command_lines": 160, "rows": 250, "rewards": 30, "models": 90, "answers": 90}
-SHARES |= {"kernels": 138, "programs": 2}
-"""Of 1000 cases; a case of a reward needs processes, and one of a program starts it."""
-KINDS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in ("rewards", "programs"))) for kind in SHARES]
+SHARES = {"recipes": 240, "command_lines": 160, "rows": 250, "rewards": 30, "models": 90, "answers": 90, "kernels": 140}
+"""Of 1000 cases; a case of a reward needs processes."""
+KINDS = [pytest.param(kind, marks=[pytest.mark.long] * (kind == "rewards")) for kind in SHARES]
 SECONDS = 150.0
 """A case that takes longer hangs: it ends the process, which first writes down where it is."""
 MIB = 2**20

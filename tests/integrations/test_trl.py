@@ -181,25 +181,6 @@ def test_loss_of_a_mixed_batch_is_the_formula_of_the_paper(run: tuple[ExGRPOTrai
     torch.testing.assert_close(found.loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_its_experience(
-    run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path
-) -> None:
-    whole, _ = run
-    resumed = exgrpo(tmp_path, model, **RUN)
-    resumed.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / "checkpoint-2"))
-    assert resumed.state.global_step == 4
-    found, expected = resumed.replay.memory, whole.replay.memory
-    np.testing.assert_array_equal(found.count, expected.count)
-    np.testing.assert_array_equal(found.retired, expected.retired)
-    assert len(found) > 0
-    for one, other in zip(found.all_trajectories(), expected.all_trajectories(), strict=True):
-        np.testing.assert_array_equal(one.response, other.response)
-        np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5)
-    for log, other in zip(resumed.state.log_history[2:4], whole.state.log_history[2:4], strict=True):
-        assert log["loss"] == pytest.approx(other["loss"], abs=1e-6)
-        assert log["experience/replayed"] == other["experience/replayed"]
-
-
 def test_a_checkpoint_of_another_trainer_is_refused(
     run: tuple[ExGRPOTrainer, list[Any]], tmp_path: Path, model: Path
 ) -> None:
@@ -223,7 +204,6 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
         ({"beta": 0.1}, r"beta=0\.1"),
         ({"replay_beta": 0.0}, "replay_beta"),
         ({"generation_kwargs": {"top_k": 5}}, "top_k=5: "),
-        ({"success": float("nan")}, "success: expected a finite number"),
         ({"per_device_train_batch_size": 64}, "lower generation_batch_size"),
     ],
     ids=str,
@@ -236,17 +216,12 @@ def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ratio": 2.0}, r"ExGRPOConfig: ratio: .*\(got 2\.0\)"),
         ({"ratio": "half", "mu": -1}, r"ratio: .*\(got 'half'\); mu: .*\(got -1\)"),
-        ({"band": [3, 1]}, r"band\.0: .*\(got 3\)"),
         ({"replay_beta": "x"}, "replay_beta: expected a number from 1e-06 to 1e\\+06, got 'x'"),
         ({"loss_type": "cispo"}, "loss_type='cispo': not part of the objective with replay"),
         ({"top_p": 0.9}, r"top_p=0\.9: .*lower temperature"),
         ({"epsilon": "wide"}, "epsilon: expected a number of at least 0, got 'wide'"),
-        ({"epsilon_high": -0.1}, r"epsilon_high: expected a number of at least 0, got -0\.1"),
         ({"kernel_memory_gib": 0.1}, r"kernel_memory_gib: Input should be greater than or equal to 0\.25 \(got 0\.1\)"),
-        ({"entropy_coef": float("nan")}, "entropy_coef: expected a finite number, got nan"),
-        ({"temperature": 0}, "temperature: expected a number above 0, got 0"),
     ],
     ids=str,
 )

@@ -16,18 +16,13 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
-from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, TrlParser
 
 from exgrpo.integrations.trl import ExGRPOConfig
-from exgrpo.integrations.trl_loss import Objective
-from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig
-from exgrpo.train.policy.batch import advantages
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.replayed import Weigher
 from tests.integrations.trl_methods import METHODS, Recorded, Row, trainer_of
-from tests.integrations.trl_trainers import COMPLETION, reward, tokenizer
+from tests.integrations.trl_trainers import COMPLETION, reward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,94 +136,6 @@ def test_rows_that_fill_up_do_not_count(tmp_path: Path, model: Path, loss_type: 
         filled += sum(len(inputs["replayed"]) for inputs, _, _ in trainer.losses[generation]) - len(rows)
         assert_loss(trainer, rows, generation, loss_type)
     assert filled
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", rules.names("weigh"))
-def test_terms_of_replayed_answers_are_those_of_exgrpo_train(tmp_path: Path, model: Path, name: str) -> None:
-    # Two optimiser steps a generation: then no pass can be spared. A trigger of 0.9 and a bound of 0.001 bite here.
-    limits = {"trigger": 0.9, "second_moment": 1e-3, "coefficient": 0.3, "replay_beta": 0.2}
-    trainer = trainer_of(
-        tmp_path,
-        model,
-        **{"compose": "appended", **METHODS["appended"][1]},
-        **limits,
-        weigh=name,
-        max_steps=3,
-        steps_per_generation=2,
-        gradient_accumulation_steps=1,
-    )
-    checked = []
-    inside = trainer._trained_batch
-
-    def compared(output: Any, batch: StepBatch, planned: int) -> dict[str, Any]:
-        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-        plain.load_state_dict(trainer.model.state_dict())
-        expected = batch.take(np.arange(len(batch)))
-        expected.fill(trained=batch.trained)
-        inputs = inside(output, batch, planned)
-        checked.append(assert_as_in_train(trainer, inputs, expected, plain))
-        return inputs
-
-    trainer._trained_batch = compared
-    trainer.train()
-    assert checked[-1] > 0
-
-
-def assert_as_in_train(trainer: Recorded, inputs: dict[str, Any], batch: StepBatch, plain: Any) -> int:
-    """Compare with the rows of `exgrpo.train`, on scores by plain torch in float64; returns how many are replayed."""
-
-    def score(rows: StepBatch) -> np.ndarray:
-        log_probs = []
-        for row, question in enumerate(rows.question[rows.group].tolist()):
-            prompt = tokenizer()(trainer.train_dataset[question]["prompt"])["input_ids"]
-            response = torch.from_numpy(rows.token[rows.at(row)]).long()
-            with torch.no_grad():
-                full = plain(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            log_probs.append(full.gather(1, response[:, None])[:, 0].float().numpy())
-        return np.concatenate(log_probs)
-
-    args = trainer.args
-    objective = ObjectiveConfig(
-        weigh=args.weigh,
-        beta=args.replay_beta,
-        second_moment=args.second_moment,
-        trigger=args.trigger,
-        coefficient=args.coefficient,
-    )
-    weigher = Weigher(objective, 1.0, score, one_update=False)
-    advantages(batch)
-    batch.fill(ratio_log_prob=batch.old_log_prob.copy())  # fresh answers were written by the policy before the update
-    weigher(batch)
-    found = trainer._objective(inputs)
-    assert_term(found, inputs, weigher.term, args.replay_beta)
-    lengths, replayed = inputs["completion_mask"].sum(1).tolist(), inputs["replayed"].tolist()
-    place = {
-        (tuple(ids[:length]), of_row): i
-        for i, (ids, length, of_row) in enumerate(
-            zip(inputs["completion_ids"].tolist(), lengths, replayed, strict=True)
-        )
-    }
-    rows = batch.rows_of(batch.trained)
-    for row in rows:
-        at, length = batch.at(row), batch.length[row]
-        i = place[tuple(batch.token[at].tolist()), bool(batch.replayed[row])]
-        np.testing.assert_allclose(found.old_log_prob[i, :length].numpy(), batch.ratio_log_prob[at], atol=1e-5)
-        advantage = inputs["advantages"][i]
-        advantage = advantage[:length] if advantage.dim() else advantage.expand(length)
-        factor = batch.factor[at] if batch.has("factor") else 1.0
-        np.testing.assert_allclose(advantage.numpy(), batch.advantage[row] * factor, atol=1e-5)
-    return int(batch.replayed[rows].sum())
-
-
-def assert_term(found: Objective, batch: dict[str, Any], term: str, beta: float) -> None:
-    clip = (0.2, 0.2) if term == "clipped" or not batch["replayed"].any() else None
-    assert found.clip == clip
-    assert found.beta == (beta if term == "shaped" else None)
-    if term == "clipped":
-        assert found.replayed is None
-    else:
-        assert torch.equal(found.replayed, batch["replayed"])
 
 
 def test_where_one_update_sees_the_policy_nobody_computes_it_before(tmp_path: Path, model: Path) -> None:

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from exgrpo.integrations.trl_batch import places
+from exgrpo.integrations.trl_batch import deal, places
 from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
 from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.common.step_batch import StepBatch
@@ -50,15 +53,6 @@ def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     assert plan.fillers <= set(asked)
 
 
-def test_more_questions_than_there_are_are_not_asked() -> None:
-    options = ExperienceConfig(start_pass_rate=0.0, compose="bapo", prioritise="random", ratio=0.75)
-    replay = Replay(options, questions=7, samples=3, seed=0)
-    replay.take_in(graded({question: [0.0, 0.0, 0.0] for question in range(7)}), 0)
-    plan = plan_generation(replay, 4, 2, multiple=4)
-    assert len(plan.groups) == 4
-    assert not plan.fillers
-
-
 def test_stored_answers_take_the_last_places() -> None:
     groups = [PlannedGroup(0, 3), PlannedGroup(1, 1, choose=2), PlannedGroup(2, 3, choose=1)]
     joined = Row(replayed=True)
@@ -85,12 +79,6 @@ def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
         assert other.plan(8, 1) == replay.plan(8, 1)
 
 
-def test_a_saved_state_has_the_names_that_earlier_versions_read(tmp_path: Path) -> None:
-    save_replay(tmp_path, Replay(ExperienceConfig(), 20, 4, seed=0), 3)
-    names = {"arrays", "open", "generation", "rewards_seen", "pool_position", "pool", "replay"}
-    assert set(json.loads((tmp_path / STATE).read_text(encoding="utf-8"))) == names
-
-
 def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:
     replay = Replay(ExperienceConfig(), 20, 4, seed=0)
     save_replay(tmp_path, replay, 3)
@@ -108,26 +96,16 @@ def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:
         load_replay(tmp_path, Replay(ExperienceConfig(), 21, 4, seed=0))
 
 
-def test_ages_are_counted_in_generations_and_go_on_after_a_resume(tmp_path: Path) -> None:
-    replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0, max_age=2), 4, 2, seed=0) for _ in range(2))
-    replay.take_in(graded({0: [1.0, 0.0]}), 0)
-    replay.take_in(graded({1: [0.0, 0.0]}, generation=1), 1)
-    save_replay(tmp_path, replay, 2)
-    generation = load_replay(tmp_path, other)
-    for one in (replay, other):
-        assert generation == 2
-        assert len(one.memory) == 1, "two generations old when the next one is planned"
-        one.take_in(graded({1: [0.0, 0.0]}, generation=2), generation)
-        assert len(one.memory) == 0
-
-
-def test_a_misfit_of_rewards_is_told_once_whatever_is_resumed(tmp_path: Path) -> None:
-    replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.3), 300, 2, 0, success=1.0) for _ in range(2))
-    batch = graded({question: [0.9, 0.1] for question in range(150)})
-    pass_rate, note = replay.take_in(batch, 0)
-    assert pass_rate == 0
-    assert note is not None
-    assert "set success to it" in note
-    save_replay(tmp_path, replay, 1)
-    load_replay(tmp_path, resumed)
-    assert resumed.take_in(batch, 1) == replay.take_in(batch, 1) == (0, None)
+@given(st.lists(st.integers(0, 11), unique=True), st.integers(0, 20), st.sampled_from([1, 2, 3, 4]))
+def test_rows_stay_where_they_are_and_others_go_where_there_is_room(
+    kept: list[int], added: int, processes: int
+) -> None:
+    place = np.array([*kept, *([-1] * added)], np.int64)
+    per_process = 12 // processes
+    dealt = deal(np.arange(len(place)), place, per_process, processes)
+    own = [sorted(one for one in kept if one // per_process == process) for process in range(processes)]
+    for of_process, expected in zip(dealt, own, strict=True):
+        assert place[of_process].tolist() == [*expected, *([-1] * (len(of_process) - len(expected)))]
+    assert sorted(np.concatenate(dealt)) == list(range(len(place)))
+    # No process is longer than the fairest share, unless it was so from the start.
+    assert max(map(len, dealt)) <= max(*map(len, own), -(-len(place) // processes), 0)

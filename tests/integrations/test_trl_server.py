@@ -41,24 +41,12 @@ def server(tmp_path: Path, named: dict[str, str]) -> Iterator[str]:
     tokenizer().save_pretrained(tmp_path / "model")
     port, log = free_port(), tmp_path / "server.log"
     program = Path(sys.executable).with_name("vllm")
-    given = [
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "64",
-        "--logprobs-mode",
-        "processed_logprobs",
-    ]
+    given = ["--port", str(port), "--dtype", "float32", "--max-model-len", "64", "--max-logprobs", "-1"]
+    given += ["--logprobs-mode", "processed_logprobs"]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [program, "serve", tmp_path / "model", *given, "--max-logprobs", "-1"],
-            env={**named, **own},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+        command = [program, "serve", tmp_path / "model", *given]
+        process = subprocess.Popen(command, env={**named, **own}, stdout=out, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 400
@@ -122,13 +110,8 @@ def run(url: str, folder: Path) -> None:
             return output
 
     vllm_generation.VLLMClient = WithoutWeights
-    own = {
-        "start_pass_rate": 0.0,
-        "learning_rate": 1e-2,
-        "gradient_accumulation_steps": 2,
-        "expire": [],
-        "max_steps": STEPS,
-    }
+    own = {"start_pass_rate": 0.0, "learning_rate": 1e-2, "gradient_accumulation_steps": 2, "expire": []}
+    own["max_steps"] = STEPS
     served = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
     config = ExGRPOConfig(**options(folder / "run", **own, **served))
     trainer = ExGRPOTrainer(

@@ -1,4 +1,4 @@
-"""A run in TRL begins with experience from files, goes on exactly, and is the same in two processes."""
+"""A run in TRL begins with experience from files, and goes on exactly; in two processes: see test_trl_zero3.py."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,7 @@ from exgrpo.tools.experience.convert import import_answers
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.run.traces import read_traces
-from tests.integrations import trl_worker
 from tests.integrations.trl_trainers import WrittenAnswers, grpo, options, questions, reward, tokenizer
-from tests.train.launch import launch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -174,29 +172,3 @@ def test_refused(tmp_path: Path, model: Path, start: str, ratio: float, message:
     write(tmp_path / "others.jsonl", {"question": "another one", "response": "1"})
     with pytest.raises((DataError, ValueError), match=message):
         trainer_of(tmp_path, model, start=str(tmp_path / start), ratio=ratio).train()
-
-
-@pytest.mark.long
-def test_two_processes_are_the_run_of_one(tmp_path: Path, model: Path) -> None:
-    """Each has a micro-batch of the generation; K = 6 is no multiple of 2, so groups are asked for in pairs."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install 'exgrpo[train]'")
-    common = {
-        "start": expert(tmp_path / "expert.jsonl"),
-        "start_pass_rate": 0.0,
-        "refills": 2,
-        "max_steps": 3,
-        "optim": "sgd",
-        "learning_rate": 1.0,
-        "entropy_coef": 0.0,
-    }
-    for ranks, changes in ((1, {"gradient_accumulation_steps": 2}), (2, {})):
-        run = (str(model), str(tmp_path / str(ranks)), {**common, **changes})
-        finished = launch(Path(trl_worker.__file__), json.dumps([run]), ranks=ranks)
-        assert finished.returncode == 0, finished.stderr[-4000:]
-    one, two = (json.loads((tmp_path / ranks / "result.json").read_text())["log"][:3] for ranks in ("1", "2"))
-    for log, other in zip(one, two, strict=True):
-        for name in ("loss", "num_tokens", "reward", "experience/replayed", "experience/refilled"):
-            assert log[name] == pytest.approx(other[name], abs=1e-6), name
-        assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-    assert one[0]["experience/replayed"]
-    assert any(log["experience/refilled"] for log in one)

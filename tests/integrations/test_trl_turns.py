@@ -11,24 +11,13 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 
 from datasets import Dataset
 
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.integrations.trl import ExGRPOConfig
 from exgrpo.integrations.trl_replay import Prompts
+from tests.integrations import trl_methods
 from tests.integrations.trl_methods import METHODS, Recorded
 from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-RUN = {
-    "start_pass_rate": 0.0,
-    "learning_rate": 1e-2,
-    "gradient_accumulation_steps": 2,
-    "entropy_coef": 0.0,
-    "expire": [],
-    "max_steps": 3,
-}
-
-
-class Written(ExGRPOTrainer, WrittenAnswers):
-    """ExGRPO on written answers."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +42,8 @@ def masked(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**output, "env_mask": [every_third(ids) for ids in output["completion_ids"]]}
 
 
-def trainer_of(
-    folder: Path, model: Path, kind: type[ExGRPOTrainer] = Written, rollout: Any = None, asked: int = 4, **changes: Any
-) -> Any:
-    config = ExGRPOConfig(**options(folder, **{**RUN, **changes}))
-    trainer = kind(
-        str(model), reward, config, questions().select(range(asked)), processing_class=tokenizer(), rollout_func=rollout
-    )
-    ids = tokenizer()(list(questions()["prompt"]))["input_ids"]
-    trainer.question_of = {tuple(one): i for i, one in enumerate(ids)}
-    return trainer
+def trainer_of(folder: Path, model: Path, rollout: Any = None, **changes: Any) -> Recorded:
+    return trl_methods.trainer_of(folder, model, rollout=rollout, **{"max_steps": 3, **changes})
 
 
 @pytest.mark.parametrize("compose", ["mixed", "appended"])
@@ -81,7 +62,7 @@ def test_a_rollout_function_gives_the_run_of_trl_s_own_rollouts(tmp_path: Path, 
 @pytest.mark.parametrize("compose", ["mixed", "appended"])
 def test_nothing_is_learnt_from_tokens_of_an_environment(tmp_path: Path, model: Path, compose: str) -> None:
     changes = {**METHODS[compose][1], "compose": compose, "loss_type": "dapo", "weigh": "ratio", "ratio": 1.0}
-    trainer = trainer_of(tmp_path, model, Recorded, masked, **changes)
+    trainer = trainer_of(tmp_path, model, masked, **changes)
     trainer.train()
     replayed = 0
     for losses in trainer.losses:
@@ -185,7 +166,8 @@ def acting(folder: Path, model: Path, **changes: Any) -> Acting:
     own = type(tokenizer()).from_pretrained(tokenizer().name_or_path)
     own.chat_template, own.response_template = TEMPLATE, PARSED
     chats = [[{"role": "user", "content": one}] for one in questions()["prompt"][:4]]
-    config = ExGRPOConfig(**options(folder, **{**RUN, "max_completion_length": 128, **changes}))
+    changes = {"max_completion_length": 128, "max_steps": 3, "gradient_accumulation_steps": 2, **changes}
+    config = ExGRPOConfig(**options(folder, start_pass_rate=0.0, learning_rate=1e-2, expire=[], **changes))
     data = Dataset.from_dict({"prompt": chats})
     return Acting(str(model), reward, config, data, processing_class=own, environment_factory=Room)
 

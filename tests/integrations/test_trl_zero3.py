@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install
 from safetensors.torch import load_file
 
 from tests.integrations import trl_worker
+from tests.integrations.test_trl_start import expert
 from tests.integrations.trl_trainers import save_model
 from tests.train.launch import launch
 
@@ -45,7 +46,8 @@ def test_zero_3_is_the_unsharded_run(tmp_path: Path) -> None:
     # Plain gradient descent: what comes out is linear in the gradients. The loss does not depend on how rows are
     # packed, so two ranks are two micro-batches.
     common = {"max_steps": 3, "start_pass_rate": 0.0, "entropy_coef": 0.0, "optim": "sgd", "learning_rate": 1.0}
-    kinds = {"tied": common, "untied": common, "beside": {**common, **BESIDE}}
+    begun = {**common, "start": expert(tmp_path / "expert.jsonl"), "refills": 2}
+    kinds = {"tied": common, "untied": common, "beside": {**common, **BESIDE}, "begun": begun}
     for kind in kinds:
         save_model(tmp_path / kind, tied=kind == "tied")
     for folder, changes in {"whole": {"gradient_accumulation_steps": 2}, "shards": {"deepspeed": ZERO_3}}.items():
@@ -68,7 +70,8 @@ def assert_same_run(shards: Path, whole: Path) -> None:
     for log, other in zip(results[0]["log"][:3], results[1]["log"][:3], strict=True):
         assert log["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-        assert log["experience/replayed"] == other["experience/replayed"]
+        for name in ("experience/replayed", "experience/refilled", "num_tokens", "reward"):
+            assert log[name] == pytest.approx(other[name]), name
     assert results[0]["log"][2]["experience/replayed"] > 0
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (shards, whole)]
     for name, weight in weights[1].items():

@@ -89,7 +89,7 @@ class Recorded(ExGRPOTrainer, WrittenAnswers):
         return found
 
 
-def trainer_of(folder: Path, model: Path, *, asked: int = B, **changes: Any) -> Recorded:
+def trainer_of(folder: Path, model: Path, *, asked: int = B, rollout: Any = None, **changes: Any) -> Recorded:
     """Two micro-batches of 8 rows in one optimiser step, replay from the start, nothing retires, no entropy bonus."""
     changes = {
         "start_pass_rate": 0.0,
@@ -102,7 +102,7 @@ def trainer_of(folder: Path, model: Path, *, asked: int = B, **changes: Any) -> 
     }
     data = questions().select(range(asked))
     config = ExGRPOConfig(**options(folder, **changes))
-    trainer = Recorded(str(model), reward, config, data, processing_class=tokenizer())
+    trainer = Recorded(str(model), reward, config, data, processing_class=tokenizer(), rollout_func=rollout)
     trainer.question_of = {tuple(ids): i for i, ids in enumerate(tokenizer()(list(data["prompt"]))["input_ids"])}
     return trainer
 

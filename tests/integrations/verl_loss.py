@@ -1,5 +1,4 @@
-"""Prints how far the loss and its gradient are from the project's in float64, for each kind of term and aggregation,
-and from those of other surrogates by their formulas.
+"""Prints how far the loss and its gradient are from the project's in float64, for each kind of term and aggregation.
 
 It runs where verl is; see test_verl_replay.py.
 """
@@ -22,7 +21,7 @@ from exgrpo.train.policy.loss import LossSettings
 
 LENGTHS, PROMPT, LONGEST, ROWS = [3, 5, 1, 4], 2, 6, 3.5
 """The last but one row has no token of the policy, as one that fills up."""
-BETA, ENTROPY, BETA2 = 0.1, 0.01, 0.05
+BETA, ENTROPY = 0.1, 0.01
 AGGREGATED = ("seq-mean-token-sum-norm", "token-mean")
 WEIGHT = torch.tensor([1.0, 0.5, 0.0, 0.7]).repeat_interleave(torch.tensor(LENGTHS))
 REPLAYED = torch.tensor([False, True, False, True])
@@ -35,8 +34,7 @@ def jagged(values: Tensor, lengths: list[int]) -> Tensor:
 def main() -> None:
     """One line of JSON."""
     cases = itertools.product(("shaped", "ratio", "clipped"), (True, False), AGGREGATED, (False, True))
-    of_formulas = itertools.product(FORMULAS, ("shaped", "clipped"))
-    print(json.dumps([*(case(*one) for one in cases), *(other(*one) for one in of_formulas)]))
+    print(json.dumps([case(*one) for one in cases]))
 
 
 class MicroBatch:
@@ -112,65 +110,6 @@ def case(term: Any, clip: bool, aggregated: str, present: bool) -> dict[str, obj
     objective = ObjectiveConfig(beta=BETA)
     error = batch.error(batch.loss(objective, term, aggregated, clip=clip), expected)
     return {"term": term, "clip": clip, "aggregated": aggregated, "present": present, "error": error}
-
-
-def _answers(values: Tensor) -> list[Tensor]:
-    return list(values.split(LENGTHS))
-
-
-def _regression(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
-    """OAPL, -(beta2 S - A)^2 of an answer."""
-    return -weight[0] * (BETA2 * log_ratio.sum() - advantage.mean()) ** 2
-
-
-def _sequence_ratio(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
-    """GSPO, clipped, with the sum of the advantages of its tokens."""
-    whole, total = log_ratio.mean().exp(), (weight * advantage).sum()
-    return torch.minimum(whole * total, whole.clamp(0.8, 1.2) * total)
-
-
-def _dual_clip(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
-    value = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return (weight * torch.where(advantage < 0, torch.maximum(value, 3 * advantage), value)).sum()
-
-
-def _cispo(log_ratio: Tensor, advantage: Tensor, weight: Tensor, ratio: Tensor) -> Tensor:
-    return (weight * ratio.detach().clamp(0.8, 1.2) * advantage * log_ratio).sum()
-
-
-FORMULAS = {"oapl": _regression, "gspo": _sequence_ratio, "dual_clip": _dual_clip, "cispo": _cispo}
-"""Of an answer's [R] own tokens. The gradient of a log-ratio is that of its log-prob."""
-
-
-def other(surrogate: str, term: Any) -> dict[str, object]:
-    """A surrogate of fresh answers, and of replayed ones where their term is the same."""
-    batch = MicroBatch()
-    # What the regression takes for the advantage and the weight of an answer is the mean over its tokens: one for all.
-    for values in _answers(batch.advantage):
-        values[:] = values.mean()
-
-    def expected(log_prob: Tensor, entropy: Tensor) -> Tensor:
-        log_ratio = log_prob - batch.old.double()
-        parts = zip(*map(_answers, (log_ratio, batch.advantage.double(), WEIGHT.double(), batch.own)), strict=True)
-        total = torch.zeros((), dtype=torch.float64)
-        for row, (of_row, advantage, weight, own) in enumerate(parts):
-            of_row, advantage, weight = (values[own] for values in (of_row, advantage, weight))
-            ratio = of_row.exp()
-            if not own.any():
-                continue
-            if REPLAYED[row] and term == "shaped":
-                total = total + (weight * advantage * ratio / (ratio + BETA)).sum()
-            else:
-                total = total + FORMULAS[surrogate](of_row, advantage, weight, ratio)
-        return -(total + ENTROPY * entropy[batch.own].sum()) / (ROWS * LONGEST)
-
-    objective = ObjectiveConfig(beta=BETA, beta2=BETA2, surrogate=surrogate)
-    loss = batch.loss(objective, term, AGGREGATED[0], clip=True)
-    if surrogate == "cispo":  # a number of its own, and the gradient that counts
-        loss = (
-            loss - loss.detach() + expected(batch.log_prob.detach().double()[batch.at], batch.entropy[batch.at]).item()
-        )
-    return {"surrogate": surrogate, "term": term, "error": batch.error(loss, expected)}
 
 
 if __name__ == "__main__":

@@ -96,3 +96,10 @@ def assert_runs_well(architecture, machine):
     assert machine.spilled == 0
     assert machine.shared <= SHARED_LIMIT[architecture]
     assert not machine.atomics  # they would add in an order that differs from run to run
+
+
+def name(value):
+    """Of a part of a case, in the test's id."""
+    if isinstance(value, dict):
+        return "+".join(key if on is True else f"{key}={on}" for key, on in value.items() if on is not False) or "-"
+    return getattr(value, "__name__", str(value))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
 from exgrpo import kernels
 from exgrpo.kernels import reference
@@ -163,10 +163,3 @@ def compare(call, case: Case, backend: str) -> None:
     plain, plain_gradients = call(case.to(case.hidden.dtype), "reference")
     assert_as_good(ours, plain, exact)
     assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
-
-
-def check_schema(operator, *arguments, autograd=True):
-    """What an operator's schema says of its arguments is so, and it has no derivative that would be wrong."""
-    library.opcheck(
-        operator.default, arguments, test_utils=("test_schema",) + autograd * ("test_autograd_registration",)
-    )

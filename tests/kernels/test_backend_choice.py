@@ -1,12 +1,16 @@
-"""Which backend is taken: by argument, environment and table, on made-up machines."""
+"""Which backend is taken: by argument, environment and table, on made-up machines; and the program that times them."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from exgrpo.kernels import backend_choice, dispatch, extension
+from exgrpo.kernels import backend_choice, dispatch, extension, measure
 from exgrpo.kernels.dispatch import automatic, requested
+from exgrpo.kernels.timing import Shape
+from exgrpo.kernels.timing import make_workload as make
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = backend_choice.LARGE + 1
@@ -119,3 +123,33 @@ def test_environment_decides_where_the_caller_does_not(monkeypatch):
     monkeypatch.setenv("EXGRPO_BACKEND", "fast")
     with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch, triton, cpu, cuda or reference"):
         requested("auto", CPU)
+
+
+def test_measured_tables_put_the_fastest_first(tmp_path, monkeypatch):
+    """With a made-up clock, by which the later calls of a round are the faster ones, and torch under two names."""
+    ticks = iter(range(10_000, 0, -1))
+    output = tmp_path / "choice.toml"
+    monkeypatch.setattr(dispatch, "unavailable", lambda name, _: "" if name in ("torch", "triton") else "not here")
+    monkeypatch.setattr(
+        measure, "make_workload", lambda shape, dtype, device, name: make(shape, dtype, device, "torch")
+    )
+    shapes = [Shape(4, 3, 5), Shape(1025, 2, 1024)]
+    measure.tabulate(["float32"], shapes, CPU, lambda call: float(next(ticks)), output)
+    written = output.read_text(encoding="utf-8")
+    sections = backend_choice.TABLE.read(output)["cpu"]["float32"]
+    assert sections["small"]["backends"] == sections["large"]["backends"] == ["triton", "torch"]
+    assert "(4, 3, 5): torch " in written
+    monkeypatch.setenv(backend_choice.TABLE.environment, str(output))
+    backend_choice.TABLE.forget()
+    assert dispatch.automatic(CPU, torch.float32, 1) == "triton"
+
+
+def test_the_program_writes_a_table(tmp_path):
+    output = tmp_path / "folder" / "choice.toml"
+    command = [sys.executable, "-W", "ignore", "-m", "exgrpo.kernels.measure", "--output", str(output)]
+    options = ["--dtype", "float32", "--shapes", "4,16,128"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{output}\n")
+    (of_machine,) = backend_choice.TABLE.read(output).values()
+    assert "torch" in of_machine["float32"]["small"]["backends"]

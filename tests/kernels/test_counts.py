@@ -44,25 +44,16 @@ def case(device):
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
 def test_known_counts_change_no_bit_of_the_loss(entropy_coef, case, backend):
-    tokens = make_tokens(case)
+    """A larger number of gradients than there are adds zeros."""
+    old, advantage, replayed = make_tokens(case)
+    more = {"replayed": replayed, "entropy_coef": entropy_coef, "backend": backend}
 
     def outcome(counts):
-        result = case.policy_loss(
-            *tokens[:2], replayed=tokens[2], entropy_coef=entropy_coef, counts=counts, backend=backend
-        )
+        result = case.policy_loss(old, advantage, counts=counts, **more)
         return [*result, *case.gradients(result.loss)]
 
-    assert all(map(torch.equal, outcome(counts_of(case, tokens[1])), outcome(None)))
-
-
-def test_a_larger_number_of_gradients_adds_zeros(case, backend):
-    old, advantage, _ = make_tokens(case)
-    known, _ = counts_of(case, advantage)
-
-    def outcome(counts):
-        result = case.policy_loss(old, advantage, counts=counts, backend=backend)
-        return [*result, *case.gradients(result.loss)]
-
+    known, active = counts_of(case, advantage)
+    assert all(map(torch.equal, outcome((known, active)), outcome(None)))
     torch.testing.assert_close(outcome((known, known)), outcome(None))
 
 
@@ -128,9 +119,7 @@ def test_wrong_counts_are_an_error(case, backend, monkeypatch):
     [
         (3, TypeError, "expected a pair"),
         ((3.0, 1), TypeError, r"counts\[0\]: expected an integer"),
-        ((3, 4), ValueError, r"got \(3, 4\)"),
         ((9, 1), ValueError, r"4 \(tokens\) >= counts\[0\]"),
-        ((2, -1), ValueError, ">= 0"),
     ],
 )
 def test_counts_that_none_can_be_are_named(counts, error, message):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from exgrpo.kernels import extension, linear_log_prob, linear_policy_loss, reference
 
@@ -12,9 +11,8 @@ if extension.OPERATORS.product_unavailable():
     pytest.skip(extension.OPERATORS.product_unavailable(), allow_module_level=True)
 
 from exgrpo.kernels.cpu_chunks import cpu_fused, cpu_passes
-from tests.gloo import on_ranks
 
-from .support import assert_as_good, check_schema, error, make_case, make_tokens, relative_error
+from .support import assert_as_good, error, make_case, make_tokens, relative_error
 
 OPERATORS = extension.OPERATORS
 SHAPES = [(1, 1, 1), (5, 3, 15), (12, 33, 17), (24, 64, 32), (70, 100, 100), (30, 130, 1031)]
@@ -130,71 +128,6 @@ def test_a_cap_and_autocast_take_the_librarys_product(made):
     with torch.autocast("cpu", torch.bfloat16):
         linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="cpu")
     assert set(made) == {cpu_passes.CpuPasses}
-
-
-def run_everything(case, tokens):
-    result = case.policy_loss(*tokens, entropy_coef=0.1, backend="cpu")
-    return [result.log_prob, result.entropy, *case.gradients(result.loss)]
-
-
-def test_same_bits_for_any_threads_and_chunks(monkeypatch, set_threads):
-    case = make_case(300, 70, 700, torch.bfloat16, "cpu", bias=True)
-    tokens = make_tokens(case)[:2]
-    found = []
-    for threads in (1, 2, 3):
-        set_threads(threads)
-        found.append(run_everything(case, tokens))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    monkeypatch.setattr(cpu_fused, "MOST_ROWS", 37)
-    assert all(torch.equal(a, b) for a, b in zip(found[0][:3], run_everything(case, tokens)[:3], strict=True))
-
-
-def check_shard(rank):
-    """Each rank keeps its rows of the head, the last one none; log-probabilities, and the gradients' shares.
-
-    The second one stores its part column by column: it must take the same passes as the others, who would wait for it.
-    """
-    torch.manual_seed(0)
-    case = make_case(48, 24, 101, torch.bfloat16, "cpu", bias=True)
-    with torch.no_grad():
-        case.hidden[::5] *= 20
-    bounds = [0, 60, 101, 101]
-    mine = slice(bounds[rank], bounds[rank + 1])
-    hidden, weight, bias = (
-        x.detach().clone().requires_grad_() for x in (case.hidden, case.weight[mine], case.bias[mine])
-    )
-    if rank == 1:
-        weight = weight.detach().t().contiguous().t().requires_grad_()
-        assert weight.stride(1) != 1
-    whole = case.log_prob(linear_log_prob, backend="cpu")
-    expected = case.gradients(whole.log_prob.sum() + whole.entropy.sum())
-    result = linear_log_prob(hidden, weight, case.target, bias=bias, vocab_group=dist.group.WORLD, backend="cpu")
-    found = torch.autograd.grad(result.log_prob.sum() + result.entropy.sum(), (hidden, weight, bias))
-    assert error(result.log_prob.detach(), whole.log_prob.detach()) <= 2e-5
-    assert error(result.entropy.detach(), whole.entropy.detach()) <= 2e-5
-    for mine_found, all_of_it in zip(found, (expected[0], expected[1][mine], expected[2][mine]), strict=True):
-        assert relative_error(mine_found, all_of_it) <= ROUNDING
-
-
-def test_split_vocabulary(tmp_path):
-    on_ranks(check_shard, 3, tmp_path)
-
-
-def test_operators():
-    hidden, weight, bias, temperature, target = make_operands(6, 10, 40)
-    anchor, out = torch.zeros(6), wide(6, 40)[0]
-    vectors = torch.randn(4, 6).unbind()
-    checks = {
-        "product_sums": (hidden, weight, bias, target, anchor, temperature, out, torch.arange(6)),
-        "product_largest": (hidden, weight, bias),
-        "product_target_logits": (hidden, weight, bias, target),
-        "product_entropy_gradient": (out.fill_(1.0), target, *vectors),
-        "product_hidden_gradient": (out, weight),
-        "product_weight_gradient": (out, hidden, anchor, torch.zeros(40, 10), False),
-    }
-    for name, arguments in checks.items():
-        check_schema(getattr(OPERATORS, name), *arguments, autograd=False)
 
 
 def test_the_environment_forbids_and_forces(monkeypatch, made):

@@ -1,4 +1,4 @@
-"""The compiled row kernels by themselves: precision, bits, schemas, arguments; and the tests of the public functions at
+"""The compiled row kernels by themselves: precision and bits; and the tests of the public functions at
 each instruction set that the processor has.
 """
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import extension
+from exgrpo.kernels import extension, policy_loss, sequence_entropy
 
 if extension.MISSING:
     pytest.skip(extension.MISSING, allow_module_level=True)
@@ -19,7 +19,7 @@ from exgrpo.kernels.chunks import softmax
 from exgrpo.kernels.chunks.softmax import Sums
 from exgrpo.kernels.extension import OPERATORS
 
-from .support import check_schema
+from .support import make_case, make_tokens
 
 ASKED = "EXGRPO_CPU_ISA"
 NAMES = ("baseline", "avx2", "avx512")
@@ -27,7 +27,6 @@ NAMES = ("baseline", "avx2", "avx512")
 SHARED = [
     "test_cpu_passes.py",
     "test_extremes.py",
-    "test_cpu_tokens.py",
     "test_kept.py",
     "test_linear_log_prob.py",
     "test_linear_policy_loss.py",
@@ -118,6 +117,28 @@ def test_logarithms_and_tangents(dtype):
     assert ((z.double() - exact).abs() <= 8 * EPSILON[dtype] * exact.abs()).all()
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_same_bits_for_any_number_of_threads(kind, set_threads):
+    case = make_case(300, 70, 700, kind, "cpu", bias=True)
+    old, advantage, replayed = make_tokens(case)
+    more = {"replayed": replayed, "entropy_coef": 0.1}
+    bounds = torch.tensor([0, 100, 300])
+    many = torch.randn(2, 50_000, dtype=torch.float64).to(kind)
+
+    def everything():
+        loss = case.policy_loss(old, advantage, backend="cpu", **more)
+        found = case.log_prob(backend="cpu")
+        entropy = sequence_entropy(case.hidden, case.weight, case.target, bounds, bias=case.bias, backend="cpu")
+        gradients = case.gradients(loss.loss) + case.gradients(found.log_prob.sum())
+        return [*loss, *found, entropy, *gradients, *policy_loss(*many, many[0])]
+
+    set_threads(1)
+    alone = everything()
+    for threads in (2, 3):
+        set_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(alone, everything(), strict=True))
+
+
 def test_long_sums_lose_nothing():
     """152 thousand terms: the sums are as good as their terms, not worse with the square root of their number."""
     logits, target = make_rows(3, 151_936, torch.float32)
@@ -129,33 +150,3 @@ def test_long_sums_lose_nothing():
     found = row_sums(logits, target, write=False)
     for mine, true in zip((found.rest, found.moment), exact, strict=True):
         assert ((mine.double() - true).abs() <= 3e-7 * true.abs()).all()
-
-
-def test_same_bits_for_any_number_of_threads(set_threads, dtype):
-    logits, target = make_rows(64, 4099, dtype)
-    target.clamp_(min=0)
-    factors = torch.randn(4, 64, dtype=dtype)
-
-    def everything():
-        matrix = logits.clone()
-        sums = row_sums(matrix, target)
-        OPERATORS.row_gradient(matrix, target, None, None, *sums[:2], *factors)
-        return [matrix, *sums]
-
-    set_threads(1)
-    alone = everything()
-    set_threads(2)
-    assert all(torch.equal(a, b) for a, b in zip(alone, everything(), strict=True))
-
-
-def test_operators_keep_their_schemas(dtype):
-    """What is written is what the schema says; they have neither fakes nor derivatives, since operators call them."""
-    logits, target = make_rows(6, 40, dtype)
-    values = list(torch.rand(6, 6, dtype=dtype))
-    bias = torch.randn(40, dtype=dtype)
-    check_schema(OPERATORS.row_largest, logits, bias, 5.0)
-    check_schema(OPERATORS.row_sums, logits, bias, 5.0, target, values[0], None, True)
-    check_schema(OPERATORS.row_sums, logits, None, None, target, None, values[0], False)
-    check_schema(OPERATORS.row_gradient, logits.exp(), target, None, 5.0, *values)
-    check_schema(OPERATORS.advise_huge_pages, logits)
-    check_schema(OPERATORS.instruction_set, autograd=False)

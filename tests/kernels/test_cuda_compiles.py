@@ -72,12 +72,6 @@ def test_the_product_is_on_the_matrix_units(disassembled):
     assert sorted(bool(re.search(r"\bUTMASTG\.2D\b", kernel)) for kernel in disassembled) == [False, True]
 
 
-def test_an_exponential_takes_few_instructions(disassembled):
-    """Of the whole kernel, all in all: its epilogue is written out for the 192 numbers of a thread."""
-    counts = [len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", kernel, re.M)) for kernel in disassembled]
-    assert 192 * 6 < min(counts) <= max(counts) < 192 * 20
-
-
 def test_shared_memory_is_within_limits(tmp_path):
     source = tmp_path / "limits.cpp"
     source.write_text('#include "product.h"\nstatic_assert(exgrpo::PRODUCT_SHARED <= 227 << 10);\n', encoding="utf-8")
@@ -97,13 +91,10 @@ def test_a_failing_call_is_named(shipped):
 
 
 def test_arguments_that_cannot_be_launched(shipped):
+    for rows, vocabulary in ((0, 100), (5, 0)):  # nothing to do is no error
+        assert shipped.exgrpo_product(ProductArguments(rows=rows, vocabulary=vocabulary, width=64), None) is None
     with pytest.raises(RuntimeError, match="too many tiles; use smaller chunks"):
         binding.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
-
-
-def test_nothing_to_do_is_no_error(shipped):
-    for rows, vocabulary in ((0, 100), (5, 0)):
-        assert shipped.exgrpo_product(ProductArguments(rows=rows, vocabulary=vocabulary, width=64), None) is None
 
 
 def test_python_and_cuda_agree_about_the_arguments(tmp_path):
@@ -132,33 +123,11 @@ def test_a_library_that_is_not_there_or_broken(monkeypatch, tmp_path):
     binding.load.cache_clear()
 
 
-REPORT = """
-import ctypes, sys
-from exgrpo.kernels.cuda_chunks import binding
-build = binding.declared(ctypes.CDLL(sys.argv[1])).exgrpo_build()
-print(build.runtime, build.driver)
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines with another driver")
-def test_what_it_is_built_with_and_the_drivers_version(built, tmp_path):
-    """Beside no driver, and beside one that can do nothing but tell its version; nvcc tells that of the runtime."""
-    found = re.search(r"release (\d+)\.(\d+)", run([NVCC, "--version"]))
-    runtime = 1000 * int(found[1]) + 10 * int(found[2])
-    source = tmp_path / "driver.c"
-    source.write_text("int cuDriverGetVersion(int* version) { *version = 12040; return 0; }\n", encoding="utf-8")
-    run(["gcc", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1"])
-    for folder, driver in ((tmp_path / "none", 0), (tmp_path, 12040)):
-        command = [sys.executable, "-c", REPORT, str(built / "_cuda.so")]
-        told = subprocess.run(
-            command, env={**os.environ, "LD_LIBRARY_PATH": str(folder)}, capture_output=True, text=True, check=True
-        )
-        assert told.stdout.split() == [str(runtime), str(driver)]
-
-
 @pytest.mark.parametrize("runtime", [12000, 12080, 13000])
 def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime):
-    """NVIDIA's rule."""
+    """NVIDIA's rule; and no device but Hopper's runs it."""
+    reason = binding.unfit(Build(runtime, 14000), (12, 0))
+    assert reason == "it is written for compute capability 9.0 (Hopper); the device has 12.0"
     for driver in (0, 11080, 12000, 12040, 12080, 13000, 13010, 14000):
         reason = binding.unfit(Build(runtime, driver), CAPABILITY)
         assert bool(reason) == (driver < runtime - runtime % 1000)
@@ -167,12 +136,6 @@ def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime):
         assert f"built with CUDA {runtime // 1000}.{runtime % 1000 // 10} and the driver supports" in reason
         assert f" CUDA {driver // 1000}.{driver % 1000 // 10} at most: " in reason
         assert "update the driver, or install exgrpo anew with nvcc of" in reason
-
-
-def test_devices_that_it_is_not_written_for():
-    build = Build(12080, 13000)
-    assert not binding.unfit(build, (9, 0))
-    assert binding.unfit(build, (12, 0)) == "it is written for compute capability 9.0 (Hopper); the device has 12.0"
 
 
 @pytest.fixture
@@ -193,10 +156,6 @@ def test_the_driver_is_asked_before_anything_is_launched(on_hopper, built):
     on_hopper.unlink()
     on_hopper.symlink_to(built / "_cuda.so")
     assert "the driver supports CUDA 0.0 at most" in binding.unavailable(torch.device("cuda"))
-
-
-def test_without_a_gpu_the_reason_is_given():
-    assert "needs a GPU" in binding.unavailable(torch.device("cpu"))
 
 
 SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"

@@ -31,17 +31,11 @@ HEAD_ERRORS = [
     ({"hidden": [1.0]}, TypeError, "hidden: expected a tensor, got list"),
     ({"hidden": zeros(2, 3, 8, dtype=torch.int64)}, TypeError, "hidden: expected dtype torch.float16 or"),
     ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape [..., D], got a tensor without dimensions"),
-    (
-        {"hidden": zeros(2, 3, 0), "weight": zeros(20, 0)},
-        ValueError,
-        "hidden: expected shape [..., D] with a D of at least 1, got [2, 3, 0]",
-    ),
+    ({"hidden": zeros(2, 3, 0), "weight": zeros(20, 0)}, ValueError, "hidden: expected shape [..., D] with a D of at"),
     ({"weight": zeros(20, 7)}, ValueError, "weight: expected shape [V, 8]"),
-    ({"weight": zeros(8)}, ValueError, "weight: expected shape [V, 8], [V, D] with the D of hidden, got [8]"),
     ({"weight": zeros(0, 8)}, ValueError, "weight: expected at least one row, got an empty vocabulary"),
     ({"weight": zeros(20, 8, dtype=torch.bfloat16)}, TypeError, "weight: expected dtype torch.float32"),
     ({"weight": zeros(20, 8, device="meta")}, ValueError, "weight: expected device cpu, that of hidden, got meta"),
-    ({"target": zeros(2, 3)}, TypeError, "target: expected dtype torch.int64, got torch.float32"),
     ({"target": zeros(2, 3, dtype=torch.int32)}, TypeError, "target: expected dtype torch.int64, got torch.int32"),
     ({"target": zeros(6, dtype=torch.int64)}, ValueError, "target: expected shape [2, 3], got [6]"),
     (
@@ -50,14 +44,11 @@ HEAD_ERRORS = [
         "target: expected values in [0, 20) or -100 (ignored); 2 of 6 are not, the first is 20 at position 1",
     ),
     ({"bias": zeros(19)}, ValueError, "bias: expected shape [20], got [19]"),
-    ({"bias": zeros(20, dtype=torch.int64)}, TypeError, "bias: expected dtype"),
-    ({"bias": zeros(20, device="meta")}, ValueError, "bias: expected device cpu, that of hidden, got meta"),
     ({"weight_grad": zeros(20, 7)}, ValueError, "weight_grad: expected shape [20, 8], got [20, 7]"),
     ({"weight_grad": zeros(20, 8).half()}, TypeError, "weight_grad: expected dtype torch.float32, got torch.float16"),
     ({"weight_grad": zeros(8, 20).T}, ValueError, "weight_grad: expected a contiguous tensor that needs no gradient"),
     ({"temperature": 0.0}, ValueError, "temperature: expected a number above 0, got 0.0"),
     ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
-    ({"temperature": "warm"}, TypeError, "temperature: expected a number, got str"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape [2, 3] or [], got [3]"),
     (
         {"temperature": torch.tensor([[1.0, 1.0, 1.0], [1.0, -2.0, 1.0]])},
@@ -75,8 +66,6 @@ HEAD_ERRORS = [
 
 TERM_ERRORS = [
     ({"old_log_prob": zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
-    ({"old_log_prob": None}, TypeError, "old_log_prob: expected a tensor, got NoneType"),
-    ({"old_log_prob": zeros(2, 3, device="meta")}, ValueError, "old_log_prob: expected device cpu"),
     (
         {"old_log_prob": torch.tensor([[0, -1, 0], [-torch.inf, -1, -torch.inf]])},
         ValueError,
@@ -84,15 +73,12 @@ TERM_ERRORS = [
         "is -inf at position 3",
     ),
     ({"advantage": zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
-    ({"advantage": zeros(2, dtype=torch.int64)}, TypeError, "advantage: expected dtype"),
     ({"replayed": zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
-    ({"replayed": zeros(2, 1, dtype=torch.bool)}, ValueError, "replayed: expected shape [2, 3] or [2], got [2, 1]"),
     ({"clip": 0.2}, TypeError, "clip: expected a pair (low, high) or None, got 0.2"),
     ({"clip": (0.2, -0.1)}, ValueError, "clip[1]: expected a number of at least 0, got -0.1"),
     ({"clip": (2.0, 0.2)}, ValueError, "clip[0]: expected a number of at most 1, got 2.0"),
     ({"beta": 0.0}, ValueError, "beta: expected a number above 0, got 0.0"),
     ({"entropy_coef": float("inf")}, ValueError, "entropy_coef: expected a finite number, got inf"),
-    ({"normalizer": 0}, ValueError, "normalizer: expected a number above 0, got 0"),
     ({"normalizer": torch.ones(1)}, ValueError, "normalizer: expected shape [], got [1]"),
     (
         {"normalizer": torch.tensor(-2)},
@@ -128,16 +114,9 @@ def test_policy_arguments(change, kind, message):
     ("call", "kind", "message"),
     [
         (lambda: policy_loss(zeros(3), zeros(3), zeros(3), entropy_coef=0.1), ValueError, "entropy: "),
-        (
-            lambda: policy_loss(zeros(3), zeros(3), zeros(3), entropy=zeros(2)),
-            ValueError,
-            "entropy: expected shape [3], got [2]",
-        ),
-        (lambda: policy_loss(zeros(3), zeros(3), zeros(3, device="meta")), ValueError, "advantage: "),
         (lambda: importance_ratio(zeros(3), zeros(2)), ValueError, "old_log_prob: expected shape [3], got [2]"),
         (lambda: importance_ratio(3.0, zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
         (lambda: shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
-        (lambda: shape_ratio(torch.ones(3), None), TypeError, "beta: expected a number, got NoneType"),
         (lambda: shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
         (
             lambda: group_advantage(zeros(2, 3), zeros(2, 3, dtype=torch.int64)),
@@ -145,11 +124,6 @@ def test_policy_arguments(change, kind, message):
             "reward: expected shape [N], got [2, 3]",
         ),
         (lambda: group_advantage(zeros(3), zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
-        (
-            lambda: group_advantage(zeros(3), zeros(2, dtype=torch.int64)),
-            ValueError,
-            "group: expected shape [3], got [2]",
-        ),
     ],
 )
 def test_other_functions(call, kind, message):
@@ -162,11 +136,8 @@ def test_other_functions(call, kind, message):
     [
         ([0.0, 6.0], TypeError, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float32"),
         ([[0, 6]], ValueError, "cu_seqlens: expected shape [N + 1], got [1, 2]"),
-        ([], TypeError, "cu_seqlens: expected dtype"),
         ([0, 5], ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 5 at position 1"),
-        ([1, 6], ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 1 at position 0"),
         ([0, 4, 3, 6], ValueError, "bounds ascending from 0 to 6; 1 of 4 are not, the first is 4 at position 1"),
-        ([0, 7, 6], ValueError, "bounds ascending from 0 to 6; 1 of 3 are not, the first is 7 at position 1"),
     ],
 )
 def test_sequence_bounds(bounds, kind, message):
@@ -231,10 +202,7 @@ def test_tensors_without_values(backend, device):
 @pytest.mark.parametrize("context", [nullcontext(), FakeTensorMode()], ids=["meta", "fake"])
 def test_the_reference_needs_values(context):
     with context:
-        arguments = {name: value.to("meta") for name, value in (head() | tokens()).items()}
-        with pytest.raises(ValueError, match="hidden: expected a tensor with values"):
-            linear_policy_loss(**arguments, backend="reference")
-        del arguments["old_log_prob"], arguments["advantage"]
+        arguments = {name: value.to("meta") for name, value in head().items()}
         with pytest.raises(ValueError, match="hidden: expected a tensor with values"):
             linear_log_prob(**arguments, backend="reference")
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -98,22 +97,20 @@ def test_forced_without_a_compiler_is_an_error(build, tmp_path):
 
 NVCC = r"""#!/bin/sh
 for refused in {refused}; do
-    case "$*" in *$refused*) echo "{message}" >&2; exit 1;; esac
+    case "$*" in *$refused*) echo "nvcc fatal   : Unsupported gpu architecture '$refused'" >&2; exit 1;; esac
 done
 while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
 """
-UNSUPPORTED = "nvcc fatal   : Unsupported gpu architecture '$refused'"
-HOST = "host_config.h:143:2: error: #error -- unsupported GNU version! gcc versions later than 13 are not supported!"
 
 
 @pytest.fixture
 def cuda_home(tmp_path):
-    """Where an nvcc is that writes empty objects, but refuses some arguments in the words of a real one."""
+    """Where an nvcc is that writes empty objects, but refuses an argument in the words of a real one."""
 
-    def make(refused, message=UNSUPPORTED):
+    def make(refused):
         program = tmp_path / "cuda" / "bin" / "nvcc"
         program.parent.mkdir(parents=True)
-        program.write_text(NVCC.format(refused=refused, message=message))
+        program.write_text(NVCC.format(refused=refused))
         program.chmod(0o755)
         return {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "auto", "CUDA_HOME": str(tmp_path / "cuda")}
 
@@ -129,16 +126,9 @@ def test_the_kernels_for_gpus_are_built_where_nvcc_knows_hopper(build, cuda_home
     assert "compute_90a" in commands[0]
 
 
-@pytest.mark.parametrize(
-    ("refused", "message", "reason"),
-    [
-        ("compute_90a", UNSUPPORTED, "Unsupported gpu architecture 'compute_90a'"),  # CUDA 11.8
-        pytest.param("-c", HOST, "unsupported GNU version! gcc versions later than 13 are not", marks=pytest.mark.long),
-    ],
-    ids=["old", "host compiler"],
-)
-def test_an_nvcc_that_is_of_no_use(refused, message, reason, build, cuda_home, tmp_path):
-    environment = cuda_home(refused, message)
+def test_an_nvcc_that_is_of_no_use(build, cuda_home, tmp_path):
+    environment = cuda_home("compute_90a")  # as CUDA 11.8
+    reason = "Unsupported gpu architecture 'compute_90a'"
     result = build(**environment)
     assert result.returncode == 0, result.stderr
     assert not compiled(tmp_path)
@@ -150,8 +140,8 @@ def test_an_nvcc_that_is_of_no_use(refused, message, reason, build, cuda_home, t
     assert reason in result.stderr
 
 
-@pytest.mark.parametrize("version", ["2.10.1", pytest.param("9.0.0+cpu", marks=pytest.mark.long)])
-def test_a_torch_that_pip_would_replace_is_refused_before_anything_is_compiled(version, build, tmp_path):
+def test_a_torch_that_pip_would_replace_is_refused_before_anything_is_compiled(build, tmp_path):
+    version = "2.10.1"
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
@@ -183,24 +173,6 @@ def test_without_torch_it_says_how_to_build(build, tmp_path):
     assert "torch is not here at build time; install it first, then use pip install --no-build-isolation" in (
         result.stdout + result.stderr
     )
-
-
-@pytest.mark.long
-@pytest.mark.skipif(bool(extension.MISSING), reason="nothing was compiled here")
-def test_one_wheel_for_every_python_and_torch(build, tmp_path):
-    """Compiled in a hurry; that it loads shows that it needs nothing of the Python that compiled it."""
-    result = build("bdist_wheel", "--dist-dir", tmp_path / "dist", EXGRPO_BUILD="force", CXXFLAGS="-O0")
-    assert result.returncode == 0, result.stderr
-    assert "[-W" not in result.stderr  # the compiler's
-    (wheel,) = (tmp_path / "dist").iterdir()
-    assert "-cp311-abi3-" in wheel.name
-    with zipfile.ZipFile(wheel) as archive:
-        assert [name for name in archive.namelist() if name.endswith(".so")] == ["exgrpo/kernels/_C.abi3.so"]
-        assert json.loads(archive.read("exgrpo/kernels/build.json"))["_C.abi3.so"] == ""
-        file = archive.extract("exgrpo/kernels/_C.abi3.so", tmp_path)
-    program = "import sys, torch; torch.ops.load_library(sys.argv[1]); print(torch.ops.exgrpo_C.instruction_set())"
-    loaded = subprocess.run([sys.executable, "-c", program, file], capture_output=True, text=True)
-    assert loaded.stdout.strip() in ("baseline", "avx2", "avx512"), loaded.stderr
 
 
 def test_a_missing_or_broken_file_gives_a_reason(tmp_path):

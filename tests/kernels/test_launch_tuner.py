@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels import tune
-from exgrpo.kernels import tune as launch_tuner
 from exgrpo.kernels.timing import Shape, Workload
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
@@ -40,13 +39,11 @@ class Machine:
 
     def __init__(self, monkeypatch, seconds, broken=lambda plan: False, wrong=lambda plan: False):
         self.seconds, self.broken, self.wrong = seconds, broken, wrong
-        self.plans = []
         monkeypatch.setattr(Workload, "forward", lambda work: self.run(work))
         monkeypatch.setattr(Workload, "loss", lambda work, entropy_coef=0.0: self.run(work))
 
     def run(self, work):
         self.plan = launch.plan(GPU, work.hidden.dtype, work.hidden.shape[1], VOCABULARY)
-        self.plans.append(self.plan)
         if self.broken(self.plan):
             raise RuntimeError("out of resource: shared memory\nand so on")
         return (torch.full((2,), -2.0 if self.wrong(self.plan) else -1.0),)
@@ -74,12 +71,12 @@ def tuned(monkeypatch, tmp_path):
         one = torch.ones(1)
         return Workload(torch.ones(1, shape.width, dtype=getattr(torch, dtype)), one, one, one, backend)
 
-    monkeypatch.setattr(launch_tuner, "make_workload", make)
-    monkeypatch.setattr(launch_tuner, "origin", lambda *_: ["Timed on nothing."])
+    monkeypatch.setattr(tune, "make_workload", make)
+    monkeypatch.setattr(tune, "origin", lambda *_: ["Timed on nothing."])
 
-    def run(machine, seconds=600.0):
+    def run(machine):
         output = tmp_path / "tuned.toml"
-        launch_tuner.tune(Tuner(GPU, machine.clock, time.monotonic() + seconds), ["bfloat16"], SHAPES, output)
+        tune.tune(Tuner(GPU, machine.clock, time.monotonic() + 600), ["bfloat16"], SHAPES, output)
         return output
 
     return run
@@ -87,7 +84,7 @@ def tuned(monkeypatch, tmp_path):
 
 def test_the_tuner_chooses_what_the_clock_says_and_its_table_reads_back(monkeypatch, tuned):
     output = tuned(Machine(monkeypatch, cost))
-    with launch_tuner.laid_over(output):
+    with tune.laid_over(output):
         for shape in SHAPES:
             plan = launch.plan(GPU, torch.bfloat16, shape.width, VOCABULARY)
             assert plan == launch.Plan(fused=True, memory=1 << 30, rows=Launch(2048, 4), tile=BEST_TILE)
@@ -118,25 +115,6 @@ def test_candidates_that_fail_or_are_wrong_are_skipped_with_a_line(monkeypatch, 
 def test_nothing_that_runs_is_an_error(monkeypatch, tuned):
     with pytest.raises(RuntimeError, match="no launch of the row kernels runs for bfloat16"):
         tuned(Machine(monkeypatch, cost, broken=lambda plan: True))
-
-
-def test_without_time_everything_stays(monkeypatch, tuned):
-    before = launch.setting("sm_90", "bfloat16", "wide")
-    machine = Machine(monkeypatch, cost)
-    output = tuned(machine, seconds=0.0)
-    assert launch.TABLE.read(output)["sm_90"]["bfloat16"]["wide"] == before
-    assert "no time left" in output.read_text()
-    assert not machine.plans
-
-
-@pytest.mark.parametrize(("gain", "chosen"), [(0.005, 1024), (0.02, 512)])
-def test_noise_does_not_replace_the_present_value(gain, chosen):
-    def seconds(call):
-        return 1.0 - gain * (launch.plan(GPU, torch.float32, 64, VOCABULARY).memory == 512 << 20)
-
-    tuner = Tuner(GPU, seconds, time.monotonic() + 600)
-    entry = launch.setting("sm_90", "float32", "narrow")
-    assert tuner.choose("memory", [512], [lambda: (torch.ones(1),)], "float32", entry) == chosen
 
 
 def run_tuner(*arguments, **environment):

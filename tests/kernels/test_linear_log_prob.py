@@ -76,20 +76,6 @@ def test_logits_of_sixteen_bit_inputs_are_not_rounded(dtype, better, backend, de
     assert error(ratio, torch.ones_like(ratio)) <= 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 60, 61, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunk_boundaries(rows, dtype, set_chunk, device):
-    """61 tokens in chunks of one, of a divisor or not, of one less than all, of all, of more; blocks and tiles too."""
-    case = make_case(61, 30, 47, dtype, device, ignored=False, bias=True, softcap=6.0)
-    upstream = [torch.randn(61, device=device) for _ in range(2)]
-    whole, whole_gradients = outputs_and_gradients(case, upstream=upstream, backend="torch")
-    set_chunk(rows * 47 * 4, block=3 * 47 * 4, tile=11 * 30 * 4)
-    ours, gradients = outputs_and_gradients(case, upstream=upstream, backend="torch")
-    for a, b in zip(ours + gradients, whole + whole_gradients, strict=True):
-        tolerance = 16 * torch.finfo(b.dtype).eps * b.abs().max().item()
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
-
-
 def test_only_one_output_used(backend, device):
     case = make_case(40, 16, 50, torch.float64, device)
     for name in ("log_prob", "entropy"):

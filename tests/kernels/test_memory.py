@@ -125,12 +125,12 @@ def least_of(case):
     return int(re.search(r"needs (\d+)", str(raised.value))[1])
 
 
-MORE = pytest.param(9_000, 100, marks=[pytest.mark.long] * INTERPRETING)
-MOST = pytest.param(70_000, 100, marks=pytest.mark.long)
+CAPPED = {"softcap": 10.0, "temperature": 0.7}
+MORE = pytest.param(9_000, 100, {}, marks=[pytest.mark.long] * INTERPRETING)
+MOST = pytest.param(70_000, 100, CAPPED, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1000), (200, 1000), MORE, MOST])
-@pytest.mark.parametrize("options", [{}, {"softcap": 10.0, "temperature": 0.7}], ids=["plain", "capped"])
+@pytest.mark.parametrize(("tokens", "vocabulary", "options"), [(1, 1000, {}), (200, 1000, CAPPED), MORE, MOST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)

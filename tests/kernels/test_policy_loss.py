@@ -51,21 +51,17 @@ def test_gradcheck():
     log_prob, old, advantage, entropy, mask = make((3, 2) if INTERPRETING else (3, 4))
     replayed = torch.tensor([True, False, True])
 
+    more = {"replayed": replayed, "entropy_coef": 0.3, "mask": mask}
+
     def loss(log_prob, entropy):
-        return policy_loss(
-            log_prob, old, advantage, replayed=replayed, entropy=entropy, entropy_coef=0.3, mask=mask
-        ).loss
+        return policy_loss(log_prob, old, advantage, entropy=entropy, **more).loss
 
     assert torch.autograd.gradcheck(loss, (log_prob, entropy))
 
 
-def test_without_entropy_it_is_zero():
-    log_prob, old, advantage, _, _ = make()
-    assert not policy_loss(log_prob, old, advantage).entropy.any()
-
-
-def test_low_precision_log_probs_give_float32():
+def test_low_precision_log_probs_give_float32_and_no_entropy_is_zero():
     log_prob, old, advantage, entropy, mask = make(dtype=torch.bfloat16)
+    assert not policy_loss(log_prob, old, advantage).entropy.any()
     result = policy_loss(log_prob, old, advantage, entropy=entropy, mask=mask)
     assert all(values.dtype == torch.float32 for values in result)
     assert torch.autograd.grad(result.loss, log_prob)[0].dtype == torch.bfloat16
@@ -137,6 +133,7 @@ def test_a_broken_token_that_takes_part_shows():
         log_prob[1, 3] = math.nan
     loss = policy_loss(log_prob, old, advantage, beta=None).loss
     assert loss.isnan()
+    assert policy_loss(log_prob, torch.full_like(old, math.inf), advantage).loss.isnan()
     assert torch.autograd.grad(loss, log_prob)[0].isnan().nonzero().tolist() == [[1, 3]]
 
 
@@ -164,12 +161,8 @@ def test_shape_ratio_bounds(ratio, beta):
 def test_inf_stands_for_the_present_policy():
     log_prob, old, advantage, entropy, mask = make()
     present = torch.rand(old.shape) < 0.5
-    more = {
-        "entropy": entropy,
-        "mask": mask,
-        "entropy_coef": 0.2,
-        "replayed": torch.tensor([True, False] * 2 + [False]),
-    }
+    replayed = torch.tensor([True, False] * 2 + [False])
+    more = {"entropy": entropy, "mask": mask, "entropy_coef": 0.2, "replayed": replayed}
     results = [
         policy_loss(log_prob, old.masked_fill(present, math.inf), advantage, **more),
         reference.policy_loss(log_prob, old.masked_fill(present, math.inf), advantage, **more),
@@ -179,8 +172,3 @@ def test_inf_stands_for_the_present_policy():
     for i in (0, 1):
         torch.testing.assert_close(tuple(results[i]), tuple(results[2]))
         torch.testing.assert_close(gradients[i], gradients[2])
-
-
-def test_a_log_prob_that_is_no_number_is_noticed_under_the_present_policy():
-    log_prob = torch.tensor([-1.0, math.nan], requires_grad=True)
-    assert policy_loss(log_prob, torch.full((2,), math.inf), torch.ones(2)).loss.isnan()

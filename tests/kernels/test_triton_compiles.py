@@ -4,8 +4,8 @@ What the machine code shows is what decides the speed of kernels that read each 
 width of the loads. The launch table was chosen by it.
 """
 
+import re
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.tables import DEFAULT
 from exgrpo.kernels.triton_chunks import launch as launching
-from exgrpo.kernels.triton_chunks import triton_kept
+from exgrpo.kernels.triton_chunks import token_kernels, triton_kept, triton_tokens
 from exgrpo.kernels.triton_chunks.fused_kernels import (
     anchor_kernel,
     exponentials_kernel,
@@ -33,39 +33,27 @@ from exgrpo.kernels.triton_chunks.kept_kernels import (
 )
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
-from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel
+from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel, name
 
 ITEMSIZE = {"fp32": 4, "fp64": 8}
 VECTOR = 16  # bytes of the widest load that all architectures have
 
 # What TritonPasses asks for: the logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into
 # bf16 where the operands have it; the bias may be fp32 then too, under autocast. WRITE and PLAIN exclude a softcap.
-# With given anchors there is one reading instead of three, without them every bias is tried.
-ANCHORS = {given: {"GIVEN": given, "LISTED": given} for given in (False, True)}
-STATISTICS = [
-    ("fp32", "bf16" if write else "fp32", bias, {"HAS_SOFTCAP": softcap, **ANCHORS[given], "WRITE": write})
-    for (bias, given), (softcap, write) in product(
-        ((None, False), ("bf16", False), ("fp32", False), (None, True)), ((False, False), (False, True), (True, False))
-    )
+# With given anchors there is one reading instead of three.
+FREE, GIVEN = ({"GIVEN": given, "LISTED": given} for given in (False, True))
+CASES = [
+    (statistics_kernel, "fp32", "bf16", None, {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
+    (statistics_kernel, "fp32", "bf16", None, {**GIVEN, "HAS_SOFTCAP": False, "WRITE": True}),
+    (statistics_kernel, "fp32", "fp32", "bf16", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
+    (statistics_kernel, "fp32", "fp32", None, {**GIVEN, "HAS_SOFTCAP": True, "WRITE": False}),
+    (statistics_kernel, "fp64", "fp64", "fp64", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
+    (gradient_kernel, "fp32", "bf16", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
+    (gradient_kernel, "fp32", "bf16", "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
+    (gradient_kernel, "fp32", "fp32", "fp32", {"HAS_SOFTCAP": False, "PLAIN": False}),
+    (gradient_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False}),
+    (listed_largest_kernel, "fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}),
 ]
-STATISTICS += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, **ANCHORS[False], "WRITE": False})]
-LARGEST = [("fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}), ("fp32", "fp32", None, {"HAS_SOFTCAP": False})]
-GRADIENT = [
-    ("fp32", out, bias, {"HAS_SOFTCAP": softcap, "PLAIN": plain})
-    for (out, bias), (softcap, plain) in product(
-        (("bf16", None), ("bf16", "bf16"), ("fp32", "fp32")), ((False, True), (False, False), (True, False))
-    )
-]
-GRADIENT += [("fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False})]
-CASES = [(statistics_kernel, *case) for case in STATISTICS] + [(gradient_kernel, *case) for case in GRADIENT]
-CASES += [(listed_largest_kernel, *case) for case in LARGEST]
-
-
-def name(value):
-    """Of a part of a case, in the test's id."""
-    if isinstance(value, dict):
-        return "+".join(switch for switch, on in value.items() if on) or "none"
-    return getattr(value, "__name__", str(value))
 
 
 def row_launch(architecture):
@@ -103,32 +91,25 @@ def test_kernels_do_not_spill_and_load_whole_vectors(architecture, kernel, logit
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
-    ("kernel", "out", "switches"),
+    ("kernel", "block", "switches"),
     [
-        (statistics_kernel, "bf16", {"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}),
-        (gradient_kernel, "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
+        (statistics_kernel, None, {"HAS_SOFTCAP": False, **FREE, "WRITE": True}),
+        (gradient_kernel, None, {"HAS_SOFTCAP": True, "PLAIN": False}),
+        (statistics_kernel, 128, {"HAS_SOFTCAP": False, **FREE, "WRITE": True}),
     ],
     ids=name,
 )
-def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel, out, switches):
-    """Their rows start anywhere: loads are narrow and need more registers."""
-    block = row_launch(architecture).block
-    machine = compiled(architecture, kernel, "fp32", out, "bf16", tuple(switches.items()), block, aligned=False)
-    assert_runs_well(architecture, machine)
-
-
-@pytest.mark.parametrize("architecture", architectures())
-def test_blocks_smaller_than_a_program_compile(architecture):
-    """A small vocabulary leaves some threads without a column of their own."""
-    switches = tuple({"HAS_SOFTCAP": False, **ANCHORS[False], "WRITE": True}.items())
-    machine = compiled(architecture, statistics_kernel, "fp32", "bf16", "bf16", switches, 128, aligned=False)
+def test_vocabularies_that_16_does_not_divide_do_not_spill(architecture, kernel, block, switches):
+    """Rows start anywhere: loads are narrow; and a small one leaves some threads without a column of their own."""
+    block = block or row_launch(architecture).block
+    machine = compiled(architecture, kernel, "fp32", "bf16", "bf16", tuple(switches.items()), block, aligned=False)
     assert_runs_well(architecture, machine)
 
 
 @pytest.mark.parametrize("architecture", architectures(lambda name: name.startswith("sm")))
 @pytest.mark.parametrize(
     ("kernel", "out", "switches"),
-    [(statistics_kernel, "fp32", {**ANCHORS[True], "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
+    [(statistics_kernel, "fp32", {**GIVEN, "WRITE": False}), (gradient_kernel, "bf16", {"PLAIN": False})],
     ids=name,
 )
 def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel, out, switches):
@@ -144,9 +125,6 @@ def test_a_broken_logit_is_not_taken_for_an_impossible_word(architecture, kernel
 # all rows or some. Anchored anew, rows are read through pointers, as all are on machines without descriptors.
 ANCHORED = [
     (None, False, "bf16", False),
-    (None, False, None, False),
-    ("fp32", False, "bf16", False),
-    (None, True, "bf16", False),
     ("bf16", True, "bf16", False),
     ("bf16", True, "fp32", False),
     ("fp32", True, "bf16", True),
@@ -262,31 +240,17 @@ def test_the_kernels_over_the_sums_of_tiles(architecture, kernel, constants):
 
 
 # Kept sets: hidden states and weight, numbers, bias, and the switches.
-KEPT = [(pairs_kernel, None, "i32", None, {})]
-KEPT += [
-    (pair_logits_kernel, operand, numbers, bias, {"HAS_SOFTCAP": softcap})
-    for (operand, numbers), bias, softcap in (
-        (("bf16", "fp32"), None, False),
-        (("fp16", "fp32"), "bf16", True),
-        (("fp32", "fp32"), "fp32", False),
-        (("fp64", "fp64"), "fp64", True),
-    )
-]
-KEPT += [
-    (kept_sums_kernel, None, numbers, None, {"GIVEN": given}) for numbers, given in (("fp32", False), ("fp64", True))
-]
-KEPT += [
+KEPT = [
+    (pairs_kernel, None, "i32", None, {}),
+    (pair_logits_kernel, "bf16", "fp32", None, {"HAS_SOFTCAP": False}),
+    (pair_logits_kernel, "fp16", "fp32", "bf16", {"HAS_SOFTCAP": True}),
+    (pair_logits_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": True}),
+    (kept_sums_kernel, None, "fp64", None, {"GIVEN": True}),
     (kept_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
     (kept_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
-]
-KEPT += [
-    (segment_kernel, operand, numbers, out, {"ADD": add})
-    for operand, numbers, out, add in (
-        ("bf16", "fp32", "bf16", False),
-        ("bf16", "fp32", "fp32", True),
-        ("fp32", "fp32", "fp32", False),
-        ("fp64", "fp64", "fp64", True),
-    )
+    (segment_kernel, "bf16", "fp32", "bf16", {"ADD": False}),
+    (segment_kernel, "bf16", "fp32", "fp32", {"ADD": True}),
+    (segment_kernel, "fp64", "fp64", "fp64", {"ADD": True}),
 ]
 
 
@@ -312,3 +276,73 @@ def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, number
     assert_runs_well(architecture, machine)
     if operand and numbers == "fp32":
         assert machine.wide >= 1  # rows are read by whole vectors
+
+
+# The kernels over tokens and responses.
+LENGTHS = ("rows", "results_stride", "tokens", "responses", "entries")  # not specialised for: nothing is known of them
+OF_TERMS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
+BLOCK = {"BLOCK": triton_tokens.BLOCK}
+TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
+ALONE = {"matrix": None, "target": None}
+POLICY = ("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN")
+OBJECTIVE = ("HAS_ENTROPY", "HAS_REPLAYED", "HAS_MASK", "HAS_CLIP", "HAS_BETA")
+
+
+def switches(names, *off):
+    """All switches on but those."""
+    return {name: name not in off for name in names} | BLOCK
+
+
+# The kernel, the dtypes of its floating tensors and of those that differ from them, and the constants.
+OF_TOKENS = [
+    (token_kernels.finish_kernel, "fp32", {}, BLOCK),
+    (token_kernels.finish_kernel, "fp64", {}, BLOCK),
+    (token_kernels.policy_rows_kernel, "fp32", {"matrix": "bf16", "target": "i64"}, switches(POLICY)),
+    (token_kernels.policy_rows_kernel, "fp32", {"normalizer": "i64"}, switches(POLICY, "PLAIN") | ALONE),
+    (token_kernels.policy_rows_kernel, "fp64", {}, switches(POLICY, "PLAIN") | ALONE),
+    (token_kernels.policy_objective_kernel, "fp32", {}, switches(OBJECTIVE)),
+    (token_kernels.policy_objective_kernel, "fp64", {"advantage": "fp32"}, switches(OBJECTIVE)),
+    (token_kernels.centre_groups_kernel, "fp32", {"group": "i64"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.centre_groups_kernel, "fp64", {"group": "i32"}, {"SCALE_BY_STD": True, **TILE}),
+    (token_kernels.scale_kernel, "bf16", {"factor": "fp32"}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
+    (token_kernels.scale_kernel, "fp64", {}, {"BLOCK": triton_tokens.SCALE_BLOCK}),
+    (token_kernels.segment_mean_kernel, "fp64", {"offsets": "i64"}, {"BLOCK": triton_tokens.SEGMENT_BLOCK}),
+]
+
+
+@cache
+def compiled_tokens(architecture, kernel, dtype, others, constants):
+    """A kernel as `triton_tokens` has it compiled."""
+    dtypes = {"replayed": "u1", "counted": "u1", "partials": "fp64", "centred": "fp64", **dict(others)}
+    types = {x: "*" + dtypes.get(x, dtype) for x in kernel.arg_names}
+    types |= dict.fromkeys((*LENGTHS, "matrix_stride"), "i32") | dict.fromkeys(OF_TERMS, "fp64")
+    return compile_kernel(architecture, kernel, types, dict(constants), unaligned=LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", architectures())
+@pytest.mark.parametrize(("kernel", "dtype", "others", "constants"), OF_TOKENS, ids=name)
+def test_kernels_of_tokens_do_not_spill(architecture, kernel, dtype, others, constants):
+    machine = compiled_tokens(architecture, kernel, dtype, tuple(others.items()), tuple(constants.items()))
+    assert_runs_well(architecture, machine)
+
+
+@pytest.mark.parametrize("architecture", architectures(lambda name: name.startswith("sm")))
+@pytest.mark.parametrize("kernel", [token_kernels.finish_kernel, token_kernels.policy_rows_kernel], ids=name)
+def test_logarithms_are_not_the_approximation_of_the_hardware(architecture, kernel):
+    """log1p and expm1 take their accuracy from log's near 1; and bounds let a broken number through."""
+    others, constants = next((others, constants) for other, _, others, constants in OF_TOKENS if other is kernel)
+    ptx = compiled_tokens(architecture, kernel, "fp32", tuple(others.items()), tuple(constants.items())).code
+    assert "ex2.approx" in ptx
+    assert "lg2.approx" not in ptx
+    assert re.findall(r"\b(?:max|min)\.\S*f32", ptx)
+    assert not re.findall(r"\b(?:max|min)\.f32", ptx)
+
+
+@pytest.mark.parametrize(
+    "kernel", [value for key, value in vars(token_kernels).items() if key.endswith("_kernel")], ids=name
+)
+def test_lengths_and_numbers_compile_nothing_anew(kernel):
+    """Numbers arrive in float64, as the cases here have it; neither a number's value nor a length is compiled in."""
+    for parameter in kernel.params:
+        assert parameter.annotation_type == ("fp64" if parameter.name in OF_TERMS else "")
+        assert parameter.do_not_specialize == (parameter.name in LENGTHS)

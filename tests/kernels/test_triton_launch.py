@@ -1,5 +1,6 @@
 """The launch table, without a GPU: made-up devices."""
 
+import re
 from itertools import product
 
 import pytest
@@ -44,6 +45,7 @@ def test_every_machine_has_a_plan(machine, architecture):
     for dtype, width in product(DTYPES, (64, 2559, 2560, 8192)):
         plan = launch.plan(GPU, getattr(torch, dtype), width, VOCABULARY)
         assert plan.fused == (architecture == "sm_90" and dtype in ("bfloat16", "float16"))  # no other was timed yet
+        assert launch.plan(GPU, getattr(torch, dtype), width, 129).rows.block == 256
         assert plan.rows.block.bit_count() == plan.rows.warps.bit_count() == 1
         assert plan.memory == (16 << 20 if architecture == "cpu" else 1 << 30)
         assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))
@@ -52,8 +54,7 @@ def test_every_machine_has_a_plan(machine, architecture):
 
 
 @pytest.mark.parametrize(
-    ("name", "older"),
-    [("sm_86", "sm_80"), ("sm_87", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120")],
+    ("name", "older"), [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120")]
 )
 def test_gpus_without_a_section_have_that_of_an_older_one_of_their_generation(name, older, launch_table):
     for dtype, width_class in product(DTYPES, ("narrow", "wide")):
@@ -64,26 +65,11 @@ def test_gpus_without_a_section_have_that_of_an_older_one_of_their_generation(na
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "block"),
-    [(0, 128), (1, 128), (128, 128), (129, 256), (4096, 4096), (4097, 4096), (VOCABULARY, 4096)],
-)
-def test_blocks_fit_the_vocabulary(vocabulary, block):
-    assert launch.plan(GPU, torch.bfloat16, 64, vocabulary).rows.block == block
-
-
-def test_a_call_takes_a_sixteenth_of_the_memory_at_most(machine):
-    machine("sm_80", gibibytes=8)
-    assert launch.plan(GPU, torch.bfloat16, 64, VOCABULARY).memory == 1 << 29
-
-
-@pytest.mark.parametrize(
     ("memory", "tokens", "rows"),
     [
         (None, 16384, 2816),  # 22 x 6 tiles of 128 x 256 are one wave of 132 multiprocessors
         (1 << 29, 16384, 1408),  # no number of rows fills a wave: as many tiles as there is memory for
-        (1 << 33, 16384, 16384),
         (None, 3000, 3000),
-        (None, 100, 100),
         (1 << 27, 16384, 256),
     ],
 )
@@ -143,30 +129,16 @@ def test_the_most_specific_section_decides(machine, launch_table):
         ("[sm_90", "", "expected a TOML file"),
         ("sm_90 = 3", "sm_90: it is 3", "a section"),
         ("[sm_90.bfloat17]", "sm_90.bfloat17: unknown key", "bfloat16, float16, float32, float64"),
-        ("[default.bfloat16]", "default.bfloat16: unknown key", "logits, memory, rows, tile"),
         ("[sm_90]\nmemory = 0", "sm_90.memory: it is 0", "a whole number from 1"),
-        ("[sm_90]\nmemory = true", "sm_90.memory: it is True", "a whole number from 1"),
-        ("[sm_90]\nrows = 128", "sm_90.rows: it is 128", "block, warps"),
         ("[sm_90.float32]\nrows.block = 3000", "sm_90.float32.rows.block: it is 3000", "a power of two from 128"),
         ("[sm_90]\nrows = { warp = 8 }", "sm_90.rows.warp: unknown key", "block, warps"),
-        ("[sm_90]\ntile.rows = 8", "sm_90.tile.rows: it is 8", "a power of two from 16"),
-        ("[sm_90]\ntile.stages = 2.0", "sm_90.tile.stages: it is 2.0", "a whole number from 1 to 8"),
         ('[sm_90]\nlogits = "cublas"', "sm_90.logits: it is 'cublas'", "library or fused"),
         ('[sm_90]\nlogits = "fused"', "sm_90.logits: only 16-bit", "[sm_90.bfloat16] or [sm_90.float16]"),
-        ('[sm_90.float32.wide]\nlogits = "fused"', "sm_90.float32.wide.logits: only 16-bit", "library here"),
     ],
 )
 def test_a_malformed_table_is_one_clear_error(launch_table, text, entry, remedy):
     path = launch_table(text)
-    with pytest.raises(ValueError, match="expected") as caught:
+    with pytest.raises(ValueError, match=re.escape(f"launch table {path}: {entry}") + ".*" + re.escape(remedy)):
         launch.plan(GPU, torch.bfloat16, 64, VOCABULARY)
-    message = str(caught.value)
-    assert message.startswith(f"launch table {path}: {entry}")
-    assert remedy in message
-
-
-def test_a_table_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv(launch.ENVIRONMENT, str(tmp_path / "none.toml"))
-    launch.forget()
     with pytest.raises(ValueError, match=r"none.toml.*expected a TOML file like"):
-        launch.TABLE.sections()
+        launch.TABLE.read(path.with_name("none.toml"))

@@ -108,8 +108,16 @@ def test_one_that_is_the_baseline_needs_no_run_that_counts(referee, capsys):
     assert "Pass@1 +0.000 (-0." in capsys.readouterr().out
 
 
-def test_one_that_generates_more_than_it_says_is_caught_and_gains_nothing_by_it(referee, capsys):
+def test_one_that_generates_more_or_less_than_it_says_is_told(referee, capsys):
+    """And gains nothing by it; without runs of the baseline there is no verdict."""
+    assert referee() == 2
+    assert "has no complete runs of without" in capsys.readouterr().err
     referee.stand("countdown")
+    referee.tokens = 30.0
+    assert referee("--name", "less") == 0
+    assert "it generated 0.30 of the tokens that it was given, and is compared up to there: --asks 0.3" in (
+        capsys.readouterr().out
+    )
     # Twice the tokens, and the same height for the same tokens: what comes after the budget is higher.
     referee.curve, referee.tokens = (0.1, 0.3, 0.5), 200.0
     assert referee() == 0
@@ -130,15 +138,6 @@ def test_one_that_collapses_is_seen(referee, capsys):
     shown = capsys.readouterr().out
     assert "On countdown 5 of 5 runs collapsed: their Pass@1 ends below 50% of its highest value." in shown
     assert "Worse: mine is below without" in shown
-
-
-def test_one_that_spends_less_is_told_how_to_spend_the_rest(referee, capsys):
-    referee.stand("countdown")
-    referee.tokens = 30.0
-    assert referee() == 0
-    assert "it generated 0.30 of the tokens that it was given, and is compared up to there: --asks 0.3" in (
-        capsys.readouterr().out
-    )
 
 
 def test_quick_takes_three_learning_rates_and_tasks_that_stand(referee, monkeypatch, capsys):
@@ -168,11 +167,6 @@ def test_functions_and_own_values_are_taken_and_a_foreign_option_is_refused(refe
         assert f"leave out {name}" in capsys.readouterr().err
     assert referee("--name", "with") == 2
     assert "the protocol has an arm of this name" in capsys.readouterr().err
-
-
-def test_without_runs_of_the_baseline_there_is_no_verdict(referee, capsys):
-    assert referee() == 2
-    assert "has no complete runs of without" in capsys.readouterr().err
 
 
 def test_the_intervals_of_a_verdict_are_those_of_welch_and_hold_what_they_say():

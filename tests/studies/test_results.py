@@ -5,7 +5,7 @@ import pytest
 
 from exgrpo.train.common.errors import OutputError
 from exgrpo.train.metrics.report.runs import load_run
-from studies.results import Result, ResultFile, curves_of
+from studies.results import ResultFile, curves_of
 from tests.studies.plans import result
 from tests.tools.report.pages import make_run
 
@@ -33,13 +33,6 @@ def test_what_a_killed_program_did_not_finish_gives_way(tmp_path):
         file.add(result("b", 0.2))
         file.add(result("c", 0.3))
         assert list(ResultFile(path).by_key) == ["a", "b", "c"]
-
-
-def test_the_newest_of_a_key_counts(tmp_path):
-    file = ResultFile(tmp_path / "runs.jsonl")
-    file.add(result("a", 0.1))
-    file.add(result("a", 0.2))
-    assert ResultFile(tmp_path / "runs.jsonl").by_key["a"].curves["pass_at_1"] == [0.2]
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"key": "a"}', "null", ""])
@@ -76,7 +69,3 @@ def test_curves_are_costs_scores_and_means_between_evaluations(tmp_path):
     }
     for name, values in expected.items():
         np.testing.assert_allclose(curves[name], values, err_msg=name)
-
-
-def test_a_line_is_short():
-    assert len(Result.to_line(result("a", *[0.123456789] * 7))) < 1200

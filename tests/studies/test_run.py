@@ -1,12 +1,12 @@
 """Running a study: each run once, in the right order, whatever ends when."""
 
-import os
-import signal
+import functools
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import studies.run
@@ -172,18 +172,6 @@ def test_time_left_is_that_of_runs_on_the_same_task(tmp_path):
     assert Left({}, 36_000.0, 3).time(2) == "more than about 5.0 h left"
 
 
-def test_a_run_goes_on_where_it_has_a_checkpoint_and_else_begins_anew(tmp_path, monkeypatch):
-    study = load_study(write(tmp_path))
-    this = Run(study.planned("countdown", "with", 0, {}), tmp_path / "runs", 0)
-    this.folder.mkdir(parents=True)
-    (this.folder / "metrics.jsonl").write_text("")
-    assert this._arguments()[0] == "--recipe"
-    assert not this.folder.exists()
-    this.folder.mkdir()
-    monkeypatch.setattr("studies.runner.survey", lambda folder: (["a checkpoint"], []))
-    assert this._arguments() == ["--resume", str(this.folder)]
-
-
 SMALL = {"steps": 2, "questions": 4, "data.train_limit": 50, "data.test_limit": 8, "evaluation.samples": 2}
 
 
@@ -194,9 +182,10 @@ def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
     program = [sys.executable, "-m", "studies.run", study, *places]
     killed = subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: list((tmp_path / "runs").glob("*/metrics.jsonl")))  # a run is under way
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.wait()
-    wait_for(lambda: not processes(str(tmp_path)))
+    running = functools.partial(psutil.process_iter, ["cmdline"])
+    wait_for(lambda: not any(str(tmp_path) in " ".join(one.info["cmdline"] or ()) for one in running()))
     again = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "4/4" in again.stdout + again.stderr
@@ -217,17 +206,3 @@ def wait_for(condition, seconds=120):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def processes(words):
-    """Numbers of the processes that have these words in their command line."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and int(entry) != os.getpid():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if words in file.read().decode(errors="replace"):
-                        found.append(int(entry))
-            except OSError:
-                continue
-    return found

@@ -14,13 +14,9 @@ from studies.results import ResultFile
 from studies.run import RESULTS
 from studies.statistics import (
     FEWEST_SEEDS,
-    area,
-    best,
     break_even,
     cost_ratio,
     difference,
-    final,
-    height,
     improvement,
     interquartile_mean,
     interval_of,
@@ -67,12 +63,6 @@ def test_the_probability_of_improvement_is_that_of_mann_and_whitney():
     assert found.low <= found.value <= found.high
 
 
-def test_the_same_arm_twice_shows_no_difference():
-    values = [np.array([0.1, 0.2, 0.3, 0.4, 0.5])]
-    assert not difference(values, values).excludes(0)
-    assert improvement(values, values).value == 0.5
-
-
 @pytest.mark.parametrize("seeds", range(1, FEWEST_SEEDS))
 def test_few_seeds_have_no_interval(seeds):
     found = interval_of([np.full(seeds, 0.5), np.full(5, 0.5)])
@@ -83,16 +73,6 @@ def test_few_seeds_have_no_interval(seeds):
     assert not found.excludes(0)
     ratio = cost_ratio([result("a", 0.0, 0.1)] * seeds, [result("b", 0.0, 0.2)] * 5)
     assert ratio.text(".2f") == "never"
-
-
-def test_what_a_curve_comes_to():
-    run = result("a", 0.1, 0.5, 0.3)
-    assert (final(run, "pass_at_1"), best(run, "pass_at_1")) == (0.3, 0.5)
-    assert area(run, "pass_at_1") == pytest.approx((0.3 + 0.4) / 2)
-    run.curves["pass_at_k"][:] = 0.2, 0.6, 0.8
-    assert height(run) == pytest.approx((0.5 + 0.3 + 0.6 + 0.8) / 4)
-    assert area(result("b", 0.4), "pass_at_1") == 0.4
-    assert height(None) is None
 
 
 def test_what_an_arm_saves_is_read_off_its_mean_curve():
@@ -109,11 +89,6 @@ def test_what_an_arm_saves_is_read_off_its_mean_curve():
     assert cost_ratio(cheap, base).value == pytest.approx(0.1)
     slow = [result("f", 0.0, 0.1, 0.2)] * 2
     assert cost_ratio(slow, base).value == math.inf
-
-
-def test_a_height_that_was_lost_again_counts_as_reached():
-    base = [result("a", 0.0, 0.2, 0.4)] * 2
-    assert cost_ratio([result("b", 0.0, 0.8, 0.1)] * 2, base).value == pytest.approx(0.25)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0.1, 10))

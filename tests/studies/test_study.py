@@ -71,17 +71,6 @@ def test_a_key_is_also_of_the_text_of_own_functions(tmp_path):
         keys()
 
 
-def test_functions_are_found_from_the_study_and_a_key_does_not_depend_on_their_place(tmp_path):
-    keys = set()
-    for name in ("here", "there"):
-        folder = tmp_path / name
-        folder.mkdir()
-        run = load_study(with_function(folder)).planned("countdown", "with", 0, {})
-        assert run.config.experience.prioritise == f"{folder}/mine.py:first"
-        keys.add(run.key)
-    assert len(keys) == 1
-
-
 def test_a_wrong_function_is_told_before_the_first_run(tmp_path):
     path = with_function(tmp_path)
     (tmp_path / "mine.py").write_text("def first(units, setting):\n    return units.count\n")
@@ -126,13 +115,9 @@ def test_an_arm_chooses_the_best_mean_over_the_seeds_of_the_search(tmp_path):
         ({"search": {**SEARCH, "seeds": [1]}}, "share [1]"),
         ({"arms": {"without": {"settings": {"experience.ratoi": 0}}}}, "arm without on countdown: unknown key"),
         ({"arms": {"without": {"recipes": ["nowhere.yaml"]}}}, "nowhere.yaml: no such recipe"),
-        ({"tasks": {"chess": {"recipes": ["builtin:chess"]}}}, "unknown recipe 'builtin:chess'"),
         ({"search": {"over": {"optimizer.lr": [1e-4, 7]}, "seeds": [100]}}, "optimizer.lr"),
-        ({"seeds": []}, "seeds"),
         ({"settings": {"evaluation.samples": 1}}, "evaluation.samples to 2, 4, 8"),
-        ({"settings": {"evaluation.samples": 6}}, "evaluation.samples to 2, 4, 8"),
         ({"settings": {"evaluation.samples": 4, "data.test": None}}, "set data.test"),
-        ({"claims": [{"text": "?", "arm": "with", "sign": 1, "curve": "pass_at_9"}]}, "curve: Input should be"),
         ({"claims": [{"text": "?", "arm": "third", "sign": 1}]}, "claims.0.arm 'third' is none of the arms"),
         ({"sedes": [1]}, "unknown key 'sedes'; did you mean 'seeds'?"),
     ],
@@ -142,7 +127,7 @@ def test_a_mistake_is_told_before_the_first_run(tmp_path, changes, message):
         load_study(write(tmp_path, **changes))
     assert str(error.value).count("arm without on") <= 1
     assert message in str(error.value)
-    assert "trial.yaml" in str(error.value) or "nowhere" in message or "chess" in message
+    assert "trial.yaml" in str(error.value) or "nowhere" in message
 
 
 def test_a_file_that_is_missing_or_no_yaml(tmp_path):

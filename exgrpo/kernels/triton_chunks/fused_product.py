@@ -263,7 +263,8 @@ def partial_bytes(vocabulary: int, columns: int) -> int:
 def aligned(matrix: Tensor) -> bool:
     """Whether a descriptor can be made of it."""
     return (
-        matrix.stride(1) == 1
+        matrix.numel() > 0
+        and matrix.stride(1) == 1
         and matrix.stride(0) * matrix.itemsize % ALIGNMENT == 0
         and matrix.data_ptr() % ALIGNMENT == 0
     )
