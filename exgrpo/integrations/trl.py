@@ -335,7 +335,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "pass_rate": pass_rate,
             "replayed": replayed,
             "refilled": refilled,
-            "replay_open": float(self.replay.latch.open),
+            "replay_open": float(self.replay.open),
             "buffer_questions": len(memory),
             "buffer_trajectories": memory.trajectory_count,
             "retired": int(memory.retired.sum()),

@@ -256,11 +256,11 @@ def begun(options: Config, folder: Path) -> tuple[Replay, list[Question]]:
     questions = [Question(i, tuple(prompts[i]), text, "", "sums") for i, text in enumerate(texts)]
     start_experience(
         Beginning(
-            *(options.experience, questions, replay, LONGEST, "", ALONE),
+            *(questions, replay, LONGEST, "", ALONE),
             grade=lambda answers: [(len(answer.text) % 2, 0) for answer in answers],
             score=lambda batch: np.zeros(len(batch.token), np.float32),
         ),
-        Encoding.of(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)),
+        Encoding(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)),
     )
     return replay, questions
 

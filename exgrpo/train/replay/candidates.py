@@ -4,7 +4,6 @@ Units are questions, prompts or stored trajectories. They are drawn without repl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -163,8 +162,6 @@ def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -
     Returns:
         [wanted] numbers of units; with strata ordered by stratum, else in the order of their drawing.
     """
-    if wanted > size:
-        raise ValueError(f"wanted: {wanted} units asked for, and there are {size}")
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     if priority.log_weight is None:
@@ -261,37 +258,15 @@ class MeanScores(NamedTuple):
         return cls(entropy, -log_prob)
 
 
-class Candidates(NamedTuple):
-    """The C stored successes of a drawn question, oldest first, C >= 1.
-
-    Attributes:
-        length: [C] response tokens of each.
-        scores: [C] of each; NaN where the rule does not ask for them.
-    """
-
-    length: Ints
-    scores: MeanScores
-
-
-@dataclass(frozen=True)
-class SelectionRule:
-    """One way to choose.
-
-    Attributes:
-        choose: index of the chosen candidate, among equals the first, which is the oldest; the generator is for
-            rules that draw.
-        scored: whether the candidates need scores, which takes a pass through the model.
-    """
-
-    choose: Callable[[Candidates, np.random.Generator], int]
-    scored: bool = False
-
-
-RULES: dict[TrajectoryRule, SelectionRule] = {
-    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.entropy)), scored=True),
-    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.scores.entropy)), scored=True),
-    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.nll)), scored=True),
-    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.length))),
-    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.length)))),
+Choose = Callable[[Ints, MeanScores, np.random.Generator], int]
+"""The index of one of C >= 1 candidates, among equals the first: by their lengths [C] and scores [C], oldest first."""
+RULES: dict[TrajectoryRule, Choose] = {
+    "lowest_entropy": lambda length, scores, rng: int(np.argmin(scores.entropy)),
+    "highest_entropy": lambda length, scores, rng: int(np.argmax(scores.entropy)),
+    "lowest_nll": lambda length, scores, rng: int(np.argmin(scores.nll)),
+    "shortest": lambda length, scores, rng: int(np.argmin(length)),
+    "random": lambda length, scores, rng: int(rng.integers(len(length))),
 }
-"""By the name that `experience.trajectory` gives it."""
+"""Which of the stored answers of a drawn question is replayed, by the name that `experience.trajectory` gives it."""
+UNSCORED = ("shortest", "random")
+"""Rules that compare no scores: the others take a pass through the model."""

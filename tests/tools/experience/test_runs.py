@@ -24,7 +24,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     done = completed(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
     found = open_run(tmp_path / "next")
-    stored = [found.trajectory(row) for row in range(len(found))]
+    stored = found.answers[:]
     assert all(any(same(one, other, besides=["step"]) for other in stored if other.step == 0) for one in some())
     assert np.any(found.arrays["replays"] > 0)
 
@@ -40,11 +40,14 @@ def test_a_run_begins_with_the_tokens_and_log_probs_that_another_project_has_wri
     texts = [f"\\boxed{{{questions()[i % 3].gold}}}" + " " * i for i in range(6)]
     episodes = [prime_rl(i % 3, text, log_prob=-0.0625 * i) for i, text in enumerate(texts)]
     path = write_lines(tmp_path / "traces.jsonl", *episodes)
-    assert main(["import", str(path), str(tmp_path / "set"), "--tokenizer", "builtin:arithmetic"]) == 0
+    assert (
+        main(["import", str(path), str(tmp_path / "set"), "--form", "prime_rl", "--tokenizer", "builtin:arithmetic"])
+        == 0
+    )
     folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
     completed(MAIN, *ARGUMENTS, "--output.name=next", *folders)
     found = open_run(tmp_path / "next")
-    stored = [one for one in map(found.trajectory, range(len(found))) if one.step == 0]
+    stored = [one for one in found.answers if one.step == 0]
     assert len(stored) == 6
     for i, one in enumerate(stored):
         assert (one.question, one.reward, one.behaviour, one.finished) == (i % 3, 1.1, "engine", True)

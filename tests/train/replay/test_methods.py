@@ -206,14 +206,6 @@ def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_th
     assert trainer.policy.updates == []
 
 
-def test_refills_are_seeded_apart_and_again_alike():
-    stories = []
-    for _ in range(2):
-        trainer = make(SKILL, rollout={"refills": 10})
-        stories.append([untimed(trainer.step(step)) for step in range(1, 4)])
-    assert all(same(a, b) for a, b in zip(*stories, strict=True))
-
-
 def test_replayed_groups_are_filled_up_beside_refills():
     trainer = make(SKILL, rollout={"refills": 10}, experience={"expire": []})
     for step in range(1, 4):

@@ -73,11 +73,6 @@ def test_what_is_excluded_is_never_drawn_and_all_else_is_before_the_batch_stays_
     assert len(drawn) == len(set(drawn.tolist())) == min(count, int((~excluded).sum()))
 
 
-def test_a_mixture_of_other_sizes_is_refused():
-    with pytest.raises(ValueError, match="sizes of 5 questions together, and there are 6"):
-        FreshQuestions(6, np.random.default_rng(0), Mixture((2, 3), (1.0, 1.0)))
-
-
 @pytest.mark.parametrize("steps", [1, 7, 40])
 def test_a_replay_with_a_mixture_goes_on_exactly(steps):
     def replay(seed):

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
+from exgrpo.train.replay.candidates import RULES
 from tests.train.batches import Row, make_batch
 from tests.train.replay.test_memory import group
 
@@ -42,6 +45,29 @@ def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_co
     best = 0 if rule == "lowest_entropy" else -1
     assert found == [stored[q][best] for q in drawn]
     assert selected.chosen_entropy.tolist() == [q + one[0] / 10 for q, one in zip(drawn, found, strict=True)]
+
+
+@given(st.lists(st.tuples(st.floats(0, 5, width=32), st.floats(0, 5, width=32)), min_size=1, max_size=6))
+def test_selection_equals_brute_force(values):
+    lengths = [1 + 7 * i % 5 for i in range(len(values))]
+    candidates = np.array(lengths), MeanScores(*np.array(values).T), np.random.default_rng(0)
+    order = range(len(values))
+    expected = {
+        "lowest_entropy": min(order, key=lambda i: (values[i][0], i)),
+        "highest_entropy": min(order, key=lambda i: (-values[i][0], i)),
+        "lowest_nll": min(order, key=lambda i: (values[i][1], i)),
+        "shortest": min(order, key=lambda i: (lengths[i], i)),
+    }
+    for name, best in expected.items():
+        assert RULES[name](*candidates) == best
+    assert RULES["random"](*candidates) in order
+    assert set(RULES) == {*expected, "random"}
+
+
+def test_random_selection_is_uniform():
+    candidates = np.ones(4, np.int64), MeanScores(np.zeros(4), np.zeros(4)), np.random.default_rng(0)
+    counts = np.bincount([RULES["random"](*candidates) for _ in range(4000)])
+    assert abs(counts - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)
 
 
 def test_what_is_replayed_is_as_it_was_stored():

@@ -235,11 +235,6 @@ def test_a_veto_is_that_of_the_plain_loop(rows):
     assert [one.factor.tolist() for one in weighed("veto", of)] == [veto_mask(one) for one in of]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_answers_have_no_terms(name):
-    assert weighed(name, []) == []
-
-
 def test_far_ratios_of_the_past_stay_finite():
     for name in ("decoupled", "jensen_shannon"):
         (one,) = weighed(name, [answer([-90.0, -1.0], [-1.0, -90.0], 1.0)])
