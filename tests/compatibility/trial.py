@@ -1,6 +1,5 @@
 """One version is tried: in an environment of its own, the imports and the tests are counted."""
 
-import json
 import os
 import platform
 import shutil
@@ -10,7 +9,6 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -44,7 +42,7 @@ def tried(target: Target, folder: Path) -> Entry:
     number = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
     sites = map(str, folder.glob("lib/python*/site-packages"))
     there = sorted(f"{found.name}=={found.version}" for found in distributions(path=list(sites)))
-    counts = core(python) + tests(python, target.package.tests)
+    counts = tests(python, CORE) + tests(python, target.package.tests)
     return replace(entry, python=number, companions=tuple(there), **vars(counts))
 
 
@@ -136,20 +134,8 @@ def run(command: list[str]) -> None:
         raise NotReached(errors[-1][:300] if errors else f"exit status {done.returncode}")
 
 
-@cache
-def core(python: Path) -> Counts:
-    """The imports and the tests of the core; packages of one environment share them."""
-    done = started([str(python), "-m", "tests.compatibility.imports"])
-    try:
-        told = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        return broken(done.stderr) + tests(python, CORE)
-    failed = told["failed"]  # a module whose import fails is a failed test
-    first = shortened("".join(failed[:1]))
-    return Counts(told["imported"], failed=len(failed), first_failure=first) + tests(python, CORE)
-
-
-def tests(python: Path, selection: Sequence[str]) -> Counts:
+@cache  # packages of one environment share the core
+def tests(python: Path, selection: tuple[str, ...]) -> Counts:
     """The counts of a selection of tests, which are arguments of pytest; none: nothing is counted."""
     if not selection:
         return Counts()
@@ -186,7 +172,7 @@ def of_tests(report: str) -> Counts:
     failed = len({id(case) for case, _ in wrong})
     skipped = sum(case.find("skipped") is not None for case in cases)
     first = "".join(f"{case.get('classname')}::{case.get('name')}: {found.get('message')}" for case, found in wrong[:1])
-    return Counts(0, len(cases) - skipped - failed, failed, skipped, first_failure=shortened(first))
+    return Counts(len(cases) - skipped - failed, failed, skipped, first_failure=shortened(first))
 
 
 def shortened(text: str) -> str:

@@ -10,7 +10,7 @@ from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_gene
 from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import PlannedGroup, Replay
+from exgrpo.train.replay import PlannedGroup, Replay, Setting
 from tests.train.batches import Row, make_batch
 
 
@@ -25,7 +25,7 @@ def graded(groups: dict[int, list[float]], *, generation: int = 0) -> StepBatch:
 
 
 def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
-    replay = Replay(ExperienceConfig(start_pass_rate=0.0), questions=6, samples=2, seed=0)
+    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0), 2), 6, seed=0)
     replay.take_in(graded({question: [1.0, 1.0] for question in range(4)}), 0)
     replay.take_in(graded({4: [1.0, 0.0]}), 1)
     plan = plan_generation(replay, 4, 2)
@@ -41,7 +41,7 @@ def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
 @pytest.mark.parametrize("retired", [0, 3])
 def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose=compose, prioritise="random", ratio=0.75)
-    replay = Replay(options, questions=12, samples=3, seed=0)
+    replay = Replay(Setting(options, 3), 12, seed=0)
     replay.take_in(graded({question: [float(question < retired)] * 3 for question in range(12)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)  # 12 rows are a multiple of 4 processes, 9 or 3 are not
     asked = [one.question for one in plan.groups]
@@ -52,7 +52,7 @@ def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
 
 def test_more_questions_than_there_are_are_not_asked() -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose="bapo", prioritise="random", ratio=0.75)
-    replay = Replay(options, questions=7, samples=3, seed=0)
+    replay = Replay(Setting(options, 3), 7, seed=0)
     replay.take_in(graded({question: [0.0, 0.0, 0.0] for question in range(7)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)
     assert len(plan.groups) == 4
@@ -76,7 +76,7 @@ def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> N
 
 
 def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
-    replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0), 20, 4, seed) for seed in (0, 1))
+    replay, other = (Replay(Setting(ExperienceConfig(start_pass_rate=0.0), 4), 20, seed) for seed in (0, 1))
     replay.take_in(graded({question: [1.0, 0.0, 0.0, 1.0] for question in range(8)}), 0)
     replay.plan(8, 1)
     save_replay(tmp_path, replay, 1)
@@ -86,13 +86,13 @@ def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
 
 
 def test_a_saved_state_has_the_names_that_earlier_versions_read(tmp_path: Path) -> None:
-    save_replay(tmp_path, Replay(ExperienceConfig(), 20, 4, seed=0), 3)
+    save_replay(tmp_path, Replay(Setting(ExperienceConfig(), 4), 20, seed=0), 3)
     names = {"arrays", "open", "generation", "rewards_seen", "pool_position", "pool", "replay"}
     assert set(json.loads((tmp_path / STATE).read_text(encoding="utf-8"))) == names
 
 
 def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:
-    replay = Replay(ExperienceConfig(), 20, 4, seed=0)
+    replay = Replay(Setting(ExperienceConfig(), 4), 20, seed=0)
     save_replay(tmp_path, replay, 3)
     state = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))
     arrays = read_checked(tmp_path, state["arrays"])
@@ -103,13 +103,13 @@ def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None
 
 
 def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:
-    save_replay(tmp_path, Replay(ExperienceConfig(), 20, 4, seed=0), 0)
+    save_replay(tmp_path, Replay(Setting(ExperienceConfig(), 4), 20, seed=0), 0)
     with pytest.raises(ValueError, match="of 20 questions and train_dataset has 21"):
-        load_replay(tmp_path, Replay(ExperienceConfig(), 21, 4, seed=0))
+        load_replay(tmp_path, Replay(Setting(ExperienceConfig(), 4), 21, seed=0))
 
 
 def test_ages_are_counted_in_generations_and_go_on_after_a_resume(tmp_path: Path) -> None:
-    replay, other = (Replay(ExperienceConfig(start_pass_rate=0.0, max_age=2), 4, 2, seed=0) for _ in range(2))
+    replay, other = (Replay(Setting(ExperienceConfig(start_pass_rate=0.0, max_age=2), 2), 4, seed=0) for _ in range(2))
     replay.take_in(graded({0: [1.0, 0.0]}), 0)
     replay.take_in(graded({1: [0.0, 0.0]}, generation=1), 1)
     save_replay(tmp_path, replay, 2)
@@ -122,7 +122,7 @@ def test_ages_are_counted_in_generations_and_go_on_after_a_resume(tmp_path: Path
 
 
 def test_a_misfit_of_rewards_is_told_once_whatever_is_resumed(tmp_path: Path) -> None:
-    replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.3), 300, 2, 0, success=1.0) for _ in range(2))
+    replay, resumed = (Replay(Setting(ExperienceConfig(start_pass_rate=0.3), 2), 300, 0) for _ in range(2))
     batch = graded({question: [0.9, 0.1] for question in range(150)})
     pass_rate, note = replay.take_in(batch, 0)
     assert pass_rate == 0

@@ -166,7 +166,7 @@ def test_gold_answers_tell_questions_apart(tmp_path: Path, model: Path) -> None:
     ("start", "ratio", "message"),
     [
         ("nowhere.jsonl", 0.5, "there is no such file or folder of traces"),
-        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: of its 1 rows, 1 to questions that are not"),
+        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: 1 to questions that are not"),
         ("others.jsonl", 0.0, "ratio=0 never replays"),
     ],
 )

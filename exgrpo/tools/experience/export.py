@@ -48,7 +48,9 @@ KINDS = {
     "replays": pa.int32(),
     "key": pa.int64(),
 }
-COLUMNS: Columns = {name: (kind, Trace.model_fields[name].description or "") for name, kind in KINDS.items()}
+MEANINGS = {name: field.description or "" for name, field in Trace.model_fields.items()}
+MEANINGS["source"] = "data set that the question comes from"
+COLUMNS: Columns = {name: (kind, MEANINGS[name]) for name, kind in KINDS.items()}
 SCHEMA = pa.schema(KINDS)
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 PROMPT = "messages of the prompt, to which a chat template is applied"

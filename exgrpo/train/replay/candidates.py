@@ -4,7 +4,6 @@ Units are questions, prompts or stored trajectories. They are drawn without repl
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,8 @@ from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import TrajectoryRule
 
+KNOWN = ("question", "count", "step", "reward", "advantage", "replays", "length", "key")
+"""Columns of units."""
 ROUNDS = 8
 """After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
 BLOCK = 256
@@ -31,12 +32,22 @@ class Units:
     """N units, one column for each thing that is known of them, all [N].
 
     Of a stored trajectory everything is known. Of a question that has some, what is known is that of its newest one; of
-    a prompt, only its question, its count and when it was asked last.
+    a prompt, only its question, its count, when it was asked last and how often again.
 
     Args:
         now: the step for which something is decided.
         read: gives the column of a name; it is asked once, and only for what is looked at.
         solved: [S] questions that all answers of the latest step solve.
+
+    Attributes:
+        question: Index of the question.
+        count: The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K].
+        step: Training step in which the trajectory was written, or the prompt asked.
+        reward: What the verifier gave.
+        advantage: Of the trajectory in the group that it was written in.
+        replays: How often it has been replayed, or the prompt answered again.
+        length: Its response tokens.
+        key: Of its solution; 0: none.
     """
 
     def __init__(self, now: int, read: Callable[[str], npt.NDArray], solved: Ints | None = None) -> None:
@@ -45,7 +56,7 @@ class Units:
         self._read = read
 
     @classmethod
-    def of(cls, now: int, solved: Ints | None = None, **columns: npt.NDArray) -> "Units":
+    def of(cls, now: int, **columns: npt.NDArray) -> "Units":
         """Units with these columns.
 
         Raises, when another one is looked at:
@@ -60,7 +71,13 @@ class Units:
                 )
             return columns[name]
 
-        return cls(now, read, solved)
+        return cls(now, read)
+
+    def __getattr__(self, name: str) -> npt.NDArray:
+        if name not in KNOWN:
+            raise AttributeError(f"units have no {name}; there are {', '.join(KNOWN)}, age, accuracy")
+        values = vars(self)[name] = self._read(name)
+        return values
 
     def __len__(self) -> int:
         return len(self.question)
@@ -69,55 +86,15 @@ class Units:
         """Some of them, by number [M], by a mask [N] or by a slice."""
         return Units(self.now, lambda name: self._read(name)[places], self.solved)
 
-    @cached_property
-    def question(self) -> Ints:
-        """Index of the question."""
-        return self._read("question")
-
-    @cached_property
-    def count(self) -> Doubles:
-        """The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K]."""
-        return self._read("count")
-
-    @cached_property
-    def step(self) -> Ints:
-        """Training step in which the trajectory was written, or the prompt asked."""
-        return self._read("step")
-
     @property
     def age(self) -> Ints:
-        """Steps since then."""
+        """Steps since `step`."""
         return self.now - self.step
 
-    @cached_property
-    def reward(self) -> Doubles:
-        """What the verifier gave."""
-        return self._read("reward")
-
-    @cached_property
-    def advantage(self) -> Doubles:
-        """Of the trajectory in the group that it was written in."""
-        return self._read("advantage")
-
-    @cached_property
+    @property
     def accuracy(self) -> Doubles:
-        """Fraction of successes m / F of that group; 0 where it is unknown."""
+        """Fraction of successes m / F of the group that it was written in; 0 where it is unknown."""
         return self._read("successes") / np.maximum(self._read("answers"), 1)
-
-    @cached_property
-    def replays(self) -> Ints:
-        """How often it has been replayed, or the prompt answered again."""
-        return self._read("replays")
-
-    @cached_property
-    def length(self) -> Ints:
-        """Its response tokens."""
-        return self._read("length")
-
-    @cached_property
-    def key(self) -> Ints:
-        """Of its solution; 0: none."""
-        return self._read("key")
 
 
 class Expired(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from exgrpo.train.common.errors import ConfigError, nearest, shown
+from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.replay.candidates import Expired, Priority, Units
 
@@ -97,11 +97,8 @@ def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | N
     present: Any = getattr(function, "present", None)
     for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
         if value not in known and not (need == "present" and value is None):
-            near = nearest(str(value), known)
             raise ConfigError(
-                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs"
-                + (f"; did you mean {near!r}?" if near else ";")
-                + f" there are {', '.join(known)}"
+                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs; there are {', '.join(known)}"
             )
     return term, present
 

@@ -13,7 +13,7 @@ from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
 from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import Baseline, ExperienceConfig, Setting
+from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
@@ -55,15 +55,10 @@ class Replay:
     the same decisions from the same groups.
 
     Args:
-        config: how experience is kept and drawn.
+        setting: how experience is kept and drawn, K, and what a success is.
         questions: number of questions; they are known by index 0..questions-1.
-        samples: K, answers per question.
         seed: of the draws.
-        success: a reward of at least this is a success.
-        success_option: name of the option that sets `success`, for notes.
-        scale_by_std: stored advantages are divided by the standard deviation of their group.
-        baseline: of stored advantages, as `objective.baseline`.
-        beta1: of the baseline log_mean_exp.
+        success_option: name of the option that says what a success is, for notes.
         mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
@@ -79,28 +74,22 @@ class Replay:
 
     def __init__(
         self,
-        config: ExperienceConfig,
+        setting: Setting,
         questions: int,
-        samples: int,
         seed: int,
         *,
-        success: float = 1.0,
         success_option: str = "success",
-        scale_by_std: bool = False,
-        baseline: Baseline = "mean",
-        beta1: float = 1.0,
         mixture: Mixture | None = None,
     ) -> None:
-        self.config = config
-        self.setting = Setting(config, samples, success, scale_by_std, baseline, beta1)
-        self.memory = ExperienceMemory(questions, self.setting)
-        self.open = config.start_pass_rate == 0
-        self.watch = RewardWatch(success, success_option)
+        self.setting, self.config = setting, setting.options
+        self.memory = ExperienceMemory(questions, setting)
+        self.open = self.config.start_pass_rate == 0
+        self.watch = RewardWatch(setting.success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
-        self._rule = RULES[config.trajectory]
-        self._prioritise = rules.find("prioritise", config.prioritise)
-        self._compose = rules.find("compose", config.compose)
+        self._rule = RULES[self.config.trajectory]
+        self._prioritise = rules.find("prioritise", self.config.prioritise)
+        self._compose = rules.find("compose", self.config.compose)
         self._settle = getattr(self._compose, "settle", None)
 
     @property

@@ -168,15 +168,9 @@ def _told(counts: Counter[str]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A trace on its way.
+    """A trace on its way: what it becomes, its text if it is to be graded, and what is known of its group.
 
-    Attributes:
-        question: its question.
-        one: what it becomes; its reward is NaN, and its behaviour "unknown", until they are known.
-        text: to be graded; None: it has a reward.
-        advantage: in the group that it was written in; None: not known.
-        successes: m of that group.
-        answers: F of that group; 0: not known.
+    The reward of `one` is NaN, and its behaviour "unknown", until they are known.
     """
 
     question: Question
@@ -326,10 +320,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
 
 
 def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
-    """The success count of each question with rows, on the scale of K, inside [1, K-1].
-
-    K m / F of the latest group that is known, else of the stored answers themselves.
-    """
+    """The success count K m / F of each question, inside [1, K-1]: of its latest known group, else of its rows."""
     of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
     for row in rows:

@@ -99,7 +99,6 @@ class Trace(BaseModel):
     )
     prompt_ids: TokenIds | None = Field(None, description="token ids of its prompt, as the model reads it")
     answer: Annotated[str | None, BeforeValidator(_gold)] = Field(None, description="its right answer")
-    source: str | None = Field(None, description="data set that the question comes from")
     response_ids: TokenIds | None = Field(None, description="token ids of the answer, with the token that ends it")
     response: str = Field(description="text of the answer, without what ends it")
     log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = Field(

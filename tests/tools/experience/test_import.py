@@ -316,21 +316,6 @@ def test_files_without_answers_leave_no_folder(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"some.json", "list.json", "set", "again"}
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    texts=st.lists(st.text(st.characters(codec="utf-8")), min_size=1, max_size=5),
-    rewards=st.lists(st.none() | st.floats(-1, 1), min_size=5, max_size=5),
-    steps=st.lists(st.none() | st.integers(0, 2**31 - 1), min_size=5, max_size=5),
-)
-def test_any_texts_and_numbers_of_a_dump_are_kept(tmp_path_factory, texts, rewards, steps):
-    folder = tmp_path_factory.mktemp("dump")
-    lines = zip(texts, rewards, steps, strict=False)
-    rows = [{**verl(0, text, reward), "input": text, "step": step} for text, reward, step in lines]
-    import_answers(str(write_lines(folder / "1.jsonl", *rows)), folder / "set", "verl")
-    found = [(row.question, row.response, row.answer, row.reward, row.step) for row in rows_of(folder / "set")]
-    assert found == [(row["input"], row["output"], row["gts"], row["score"], row["step"]) for row in rows]
-
-
 TEXTS = st.text(st.characters(codec="utf-8"))
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just(10**400),

@@ -71,6 +71,7 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "group_successes": 1,
         "group_answers": 3,
         "replays": 2,
+        "source": 7,
         "more": "ignored",
     }
     path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **whole}, ROW])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay
+from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
 from tests.train.batches import Row, make_batch
 
 K = 4
@@ -34,7 +34,7 @@ def graded(of_step: dict[int, int], step: int) -> StepBatch:
 def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -> Replay:
     """A replay that has seen some steps: of each question how many answers were right."""
     values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
-    replay = Replay(ExperienceConfig(**{**values, "compose": compose, **options}), questions, K, 0)
+    replay = Replay(Setting(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
     for step, of_step in enumerate(filter(None, steps), 1):
         replay.take_in(graded(of_step, step), step)
     return replay
@@ -121,14 +121,6 @@ def test_once_every_question_has_left_there_is_nothing_to_ask(compose):
     assert replay.finished
     assert replay.plan(4, 2) == []
     assert replay.memory.trajectory_count == 0
-
-
-@pytest.mark.parametrize("compose", SETTLING)
-def test_a_batch_takes_what_is_left_of_the_questions(compose):
-    replay = replaying(compose, 5, dict.fromkeys(range(3), K) | {3: 2}, expire=("retirement",))
-    groups = replay.plan(8, 3)
-    assert sorted(group.question for group in groups) == [3, 4]
-    assert any(settled(replay, {3: 2, 4: 1}, 8, 3))
 
 
 @given(st.integers(1, K + 2), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.sampled_from([0.5, 1.0]))

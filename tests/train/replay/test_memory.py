@@ -104,7 +104,7 @@ def test_bands_are_the_papers(samples):
 
 
 def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands():
-    replay = Replay(ExperienceConfig(), 3, K, 0)
+    replay = Replay(Setting(ExperienceConfig(), K), 3, 0)
     batch = make_batch([group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0] * 3, replayed=True), (2, [Row(replayed=True)])])
     bands = {name: replay.in_band(batch, name).tolist() for name in BANDS}
     assert bands == {

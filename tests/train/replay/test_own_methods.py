@@ -128,10 +128,8 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
 @pytest.mark.parametrize(
     ("need", "message"),
     [
-        ('term="clipt"', "unknown term 'clipt' in @needs; did you mean 'clipped'? there are shaped, ratio, clipped"),
-        ('term="xyz"', "unknown term 'xyz' in @needs; there are shaped, ratio, clipped"),
-        ("term=None", "unknown term None in @needs; there are shaped, ratio, clipped"),
-        ('present="value"', "unknown present 'value' in @needs; did you mean 'values'? there are values, reference"),
+        ('term="clipt"', "unknown term 'clipt' in @needs; there are shaped, ratio, clipped"),
+        ('present="value"', "unknown present 'value' in @needs; there are values, reference"),
     ],
 )
 def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
@@ -152,7 +150,7 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
         ("prioritise", "return Priority(units.count[1:])", "it gave an array [{number}] of float64 in a Priority; it"),
         ("prioritise", "return Priority(units.count[:1], units.question)", "its strata are {number} to {number}"),
-        ("prioritise", "return Priority(units.lenght)", "no attribute 'lenght' ({line})"),
+        ("prioritise", "return Priority(units.lenght)", "units have no lenght; there are question, count"),
         ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
         ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
         ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
