@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from exgrpo.tools.experience.export import COLUMNS, ROWS, SCHEMA, new_folder, write, write_card
 from exgrpo.tools.experience.forms import FORMS, Answer, Decode, Form
-from exgrpo.train.common.errors import ConfigError, DataError, MissingDataError, ModelError, shown
-from exgrpo.train.config.pretrained import located
+from exgrpo.tools.experience.sources import load_tokenizer
+from exgrpo.train.common.errors import ConfigError, DataError, MissingDataError, shown
 from exgrpo.train.data.files import local_files
 from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from exgrpo.train.run.traces import Trace, parse_as, read_values
@@ -158,17 +158,8 @@ def import_answers(
 
 def decoder(form: type[Form], tokenizer: str | None) -> Decode:
     """What reads the token ids of a form; see `import_answers` for the errors."""
-    if not form.tokens:
-        if tokenizer is not None:
-            raise ConfigError(f"{form.title} holds no token ids that --tokenizer could read: leave it out")
-        return str
-    if tokenizer is None:
-        raise ConfigError(
-            f"{form.title} holds token ids: --tokenizer must name the model that wrote them, by its path or name"
-        )
-    from transformers import AutoTokenizer  # takes seconds: only where it is needed
-
-    try:
-        return AutoTokenizer.from_pretrained(located(tokenizer), trust_remote_code=False).decode
-    except Exception as error:  # tokenizers and their files have errors of their own
-        raise ModelError(f"--tokenizer {tokenizer}: {shown(error)}") from error
+    if tokenizer is None and form.tokens:
+        raise ConfigError(f"{form.title} holds token ids: --tokenizer must name the model that wrote them")
+    if tokenizer is not None and not form.tokens:
+        raise ConfigError(f"{form.title} holds no token ids that --tokenizer could read: leave it out")
+    return str if tokenizer is None else load_tokenizer(f"--tokenizer {tokenizer}", tokenizer).decode

@@ -79,16 +79,9 @@ class RunExperience:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the run's model; raises ModelError where there is none."""
-        from transformers import AutoTokenizer  # takes seconds: only where texts are wanted
-
-        problems = []
-        for place in (self.config.policy.path, str((self.run / "model").absolute())):
-            try:
-                return AutoTokenizer.from_pretrained(located(place), trust_remote_code=False)
-            except (ModelError, OSError, ValueError) as error:
-                problems.append(shown(error))
-        raise ModelError(f"{self.run}: its tokenizer cannot be loaded: {'; '.join(problems)}")
+        """That of the run's model; raises as `load_tokenizer`."""
+        places = (self.config.policy.path, str((self.run / "model").absolute()))
+        return load_tokenizer(f"{self.run}: its tokenizer cannot be loaded", *places)
 
     def asked(self, index: int) -> Question:
         """The question of an index; raises DataError where there is none, and as `questions`."""
@@ -108,6 +101,23 @@ class RunExperience:
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
         return text_of(trajectory.rollout, self.tokenizer.decode, stop)
+
+
+def load_tokenizer(problem: str, *places: str) -> Any:
+    """The tokenizer of the first of some models that has one, by their paths or names.
+
+    Raises:
+        ModelError: none has; the message begins with the problem.
+    """
+    from transformers import AutoTokenizer  # takes seconds: only where texts are wanted
+
+    found = []
+    for place in places:
+        try:
+            return AutoTokenizer.from_pretrained(located(place), trust_remote_code=False)
+        except Exception as error:  # tokenizers and their files have errors of their own
+            found.append(shown(error))
+    raise ModelError(f"{problem}: {'; '.join(found)}")
 
 
 def open_run(run: Path) -> RunExperience:
