@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -139,40 +140,27 @@ def tests(python: Path, selection: tuple[str, ...]) -> Counts:
     """The counts of a selection of tests, which are arguments of pytest; none: nothing is counted."""
     if not selection:
         return Counts()
-    begun = time.monotonic()
+    begun, environment = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="compatibility_tests_") as folder:
-        report = Path(folder) / "tests.xml"
-        options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={folder}/tmp")
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *selection]
+        place: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": LIMIT}
         try:
-            done = started([str(python), "-m", "pytest", *options, *selection])
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **place)
         except subprocess.TimeoutExpired:
             return Counts(failed=1, first_failure=f"the tests have not ended within {LIMIT:.0f} s")
-        # Status 1 is that of tests that failed, which the report has; others mean that pytest itself did.
-        counts = of_tests(report.read_text()) if done.returncode in (0, 1) else broken(done.stdout + done.stderr)
-    return replace(counts, seconds=round(time.monotonic() - begun, 1))
+    return replace(counted(done.stdout + done.stderr), seconds=round(time.monotonic() - begun, 1))
 
 
-def started(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command in the folder of the project, whose modules come first."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-
-
-def broken(text: str) -> Counts:
-    """The counts of a program that did not come to an end."""
-    return Counts(failed=1, first_failure=shortened(text.strip().rpartition("\n")[2]) or "it ended without a word")
-
-
-def of_tests(report: str) -> Counts:
-    """The counts of a report of pytest in the form of JUnit."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
-    wrong = [(case, found) for case in cases for found in case if found.tag in ("failure", "error")]
-    failed = len({id(case) for case, _ in wrong})
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    first = "".join(f"{case.get('classname')}::{case.get('name')}: {found.get('message')}" for case, found in wrong[:1])
-    return Counts(len(cases) - skipped - failed, failed, skipped, first_failure=shortened(first))
+def counted(told: str) -> Counts:
+    """The counts in what pytest tells at its end; of one that did not come to it, its last line is a failure."""
+    lines = told.strip().splitlines() or ["it ended without a word"]
+    (summary, *_) = [line for line in reversed(lines) if re.search(r"\d+ \w+.* in [\d.]+s", line)] or [""]
+    found = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", summary)}
+    if not found:
+        return Counts(failed=1, first_failure=shortened(lines[-1]))
+    wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = found.get("failed", 0) + found.get("error", 0)
+    return Counts(found.get("passed", 0), failed, found.get("skipped", 0), first_failure=shortened("".join(wrong[:1])))
 
 
 def shortened(text: str) -> str:
