@@ -11,8 +11,6 @@ from exgrpo.tools.experience.sources import RunExperience
 from exgrpo.train.common.step_batch import BEHAVIOURS
 
 Floats = npt.NDArray[np.float64]
-BARS = "▁▂▃▄▅▆▇█"
-BINS = 12
 MEANINGS = {
     "age": "steps since the answer was written",
     "group accuracy": "successes among the answers of the group that it was written in",
@@ -65,16 +63,13 @@ def show(experience: RunExperience, console: Console) -> None:
         console.print(f"{count:>10,}  {name}", highlight=False)
     if not len(experience):
         return
-    # 80 columns are enough for names of 14 characters and numbers of 6.
-    table = Table("", *QUANTILES, "mean", "histogram", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    table = Table("", box=SIMPLE_HEAD, show_edge=False)
+    for name in (*QUANTILES, "mean"):
+        table.add_column(name, justify="right")
     found = distributions(experience)
     for name, values in found.items():
         quantiles = np.quantile(values, list(QUANTILES.values()))
-        table.add_row(name, *map(_short, (*quantiles, values.mean())), bars(values))
+        table.add_row(name, *map(_short, (*quantiles, values.mean())))
     console.print(table)
     for name in filter(MEANINGS.__contains__, found):
         console.print(f"{name}: {MEANINGS[name]}", style="dim", highlight=False)
@@ -83,15 +78,6 @@ def show(experience: RunExperience, console: Console) -> None:
 def _short(value: float) -> str:
     """A number of at most six characters, if it is below a million."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{round(value, 3):.3g}"
-
-
-def bars(values: Floats) -> str:
-    """A small histogram of values between the lowest and the highest; one character where all are equal."""
-    if values.min() == values.max():
-        return BARS[-1]
-    heights, _ = np.histogram(values, BINS)
-    levels = np.ceil(heights / heights.max() * (len(BARS) - 1)).astype(int)
-    return "".join(BARS[level] if height else " " for level, height in zip(levels, heights, strict=True))
 
 
 def show_question(experience: RunExperience, index: int, console: Console) -> None:
