@@ -93,9 +93,9 @@ GRADED = 0.0
 """What the scripted grader gives these texts."""
 
 
-def _trl(path, form=str):
+def trl(form=str):
     texts = [(0, "\\boxed{1}", 1.0, 0.5), (1, "\\boxed{2}", nan, nan)]
-    rows = [
+    return [
         {
             "step": 3,
             "prompt": questions()[i].text if form is str else user(questions()[i].text),
@@ -107,60 +107,49 @@ def _trl(path, form=str):
         }
         for i, text, first, second in texts
     ]
-    return write_parquet(path, rows)
 
 
+def oapl():
+    return [
+        of_verl(2, response=f"\\boxed{{{i}}}", precomputed_reward=float(i), response_rewards=[0.0, 1.0])
+        for i in range(2)
+    ]
+
+
+def luffy():
+    said = [{"role": "assistant", "content": "\\boxed{1}"}]
+    return [of_verl(1, target=said, target_lst=["\\boxed{1}", "2"]), of_verl(2, target=None, target_lst=None)]
+
+
+def open_r1():
+    row = {"problem": questions()[3].text, "solution": f"so \\boxed{{{questions()[3].gold}}}", "uuid": "u"}
+    return [
+        {**row, "generations": ["\\boxed{1}", "7 +"], "finish_reasons": ["stop", "length"], "api_metadata": [{}, {}]}
+    ]
+
+
+def written(path, rows):
+    return write_parquet(path, rows) if path.suffix == ".parquet" else write_lines(path, *rows)
+
+
+OF_TRL = [(0, "\\boxed{1}" + END, True, 1.5), (1, "\\boxed{2}" + END, True, GRADED)]
 FILES = {
     "verl": (
-        "verl rollout dump",
-        lambda folder: write_lines(folder / "7.jsonl", verl(0, "\\boxed{1}", 0.5), verl(0, "\\boxed{2}", None)),
+        *("verl rollout dump", "7.jsonl", lambda: [verl(0, "\\boxed{1}", 0.5), verl(0, "\\boxed{2}", None)]),
         [(0, "\\boxed{1}" + END, True, 0.5), (0, "\\boxed{2}" + END, True, GRADED)],
     ),
-    "trl": (
-        "TRL completions",
-        lambda folder: _trl(folder / "completions_00003.parquet"),
-        [(0, "\\boxed{1}" + END, True, 1.5), (1, "\\boxed{2}" + END, True, GRADED)],
-    ),
-    "trl messages": (
-        "TRL completions",
-        lambda folder: _trl(folder / "completions_00003.parquet", list),
-        [(0, "\\boxed{1}" + END, True, 1.5), (1, "\\boxed{2}" + END, True, GRADED)],
-    ),
+    "trl": ("TRL completions", "completions_00003.parquet", trl, OF_TRL),
+    "trl messages": ("TRL completions", "completions_00003.parquet", lambda: trl(list), OF_TRL),
     "oapl": (
-        "OAPL data",
-        lambda folder: write_parquet(
-            folder / "train.parquet",
-            [
-                of_verl(2, response=f"\\boxed{{{i}}}", precomputed_reward=float(i), response_rewards=[0.0, 1.0])
-                for i in range(2)
-            ],
-        ),
+        *("OAPL data", "train.parquet", oapl),
         [(2, "\\boxed{0}" + END, True, 0.0), (2, "\\boxed{1}" + END, True, 1.0)],
     ),
     "luffy": (
-        "LUFFY data",
-        lambda folder: write_parquet(
-            folder / "openr1.parquet",
-            [
-                of_verl(1, target=[{"role": "assistant", "content": "\\boxed{1}"}], target_lst=["\\boxed{1}", "2"]),
-                of_verl(2, target=None, target_lst=None),
-            ],
-        ),
+        *("LUFFY data", "openr1.parquet", luffy),
         [(1, "\\boxed{1}" + END, True, GRADED), (1, "2" + END, True, GRADED)],
     ),
     "open_r1": (
-        "open-r1 generations",
-        lambda folder: write_lines(
-            folder / "r1.jsonl",
-            {
-                "problem": questions()[3].text,
-                "solution": f"so \\boxed{{{questions()[3].gold}}}",
-                "uuid": "u",
-                "generations": ["\\boxed{1}", "7 +"],
-                "finish_reasons": ["stop", "length"],
-                "api_metadata": [{}, {}],
-            },
-        ),
+        *("open-r1 generations", "r1.jsonl", open_r1),
         [(3, "\\boxed{1}" + END, True, GRADED), (3, "7 +", False, GRADED)],
     ),
 }
@@ -168,8 +157,8 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_begins_with_what_a_file_of_each_form_says(tmp_path, name):
-    title, write, expected = FILES[name]
-    told = import_answers(str(write(tmp_path)), tmp_path / "set", name.partition(" ")[0])
+    title, file, rows, expected = FILES[name]
+    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set", name.partition(" ")[0])
     assert f"form: {title}" in str(told)
     assert f"answers: {len(expected)}" in str(told)
     trainer = arithmetic(tmp_path, tmp_path / "set")
@@ -236,7 +225,7 @@ def test_the_question_in_a_prompt_is_the_inverse_of_its_format(question, text):
 
 
 def test_rewards_are_those_that_are_named(tmp_path):
-    path = str(_trl(tmp_path / "completions.parquet"))
+    path = str(written(tmp_path / "completions.parquet", trl()))
     assert "reward: accuracy_reward + format_reward" in str(import_answers(path, tmp_path / "all", "trl"))
     import_answers(path, tmp_path / "one", "trl", rewards=["accuracy_reward"])
     assert [row.reward for row in rows_of(tmp_path / "one")] == [1.0, None]
