@@ -35,7 +35,7 @@ PROGRAMS: dict[str, Parser] = {
     **{name: lambda argv, model=model: options_of(model, "experience", argv) for name, (_, model) in COMMANDS.items()},
 }
 REQUIRED = {"evaluate": ["m", "--data.test=q.jsonl"], "report": ["run"], "show": ["run"], "export": ["run", "folder"]}
-REQUIRED["import"] = ["files", "folder", "--form=verl"]
+REQUIRED["import"] = ["files", "folder"]
 BYTES = st.lists(st.integers(1, 255), min_size=1, max_size=8).map(lambda values: os.fsdecode(bytes(values)))
 WORDS = ANY_TEXT.map(lambda text: os.fsdecode(text.replace("\x00", "").encode("utf-8", "surrogatepass")))
 WORD = WORDS | WORDS | WORDS | BYTES

@@ -113,7 +113,7 @@ class Import:
 def import_answers(
     source: str,
     folder: Path,
-    form: str,
+    form: str | None = None,
     *,
     skip_bad: bool = False,
     rewards: Sequence[str] | None = None,
@@ -125,7 +125,7 @@ def import_answers(
     Args:
         source: a .parquet, .jsonl or .json file, or a pattern that matches several.
         folder: of the data set; it is made, whole or not at all.
-        form: one of `FORMS`.
+        form: one of `FORMS`; None: it is recognised.
         skip_bad: leave out rows that cannot be right.
         rewards: names of the parts whose sum is the reward; None: all there are.
         prompt_format: how a question became what the files have in its place, as `data.prompt_format`.
@@ -136,7 +136,7 @@ def import_answers(
 
     Raises:
         ConfigError: the form needs a tokenizer, or has no use for one.
-        DataError: a file or row cannot be read, or no row holds an answer.
+        DataError: a file or row cannot be read, the form is not known, or no row holds an answer.
         ModelError: the tokenizer cannot be loaded.
         OutputError: the folder is there and not empty, or cannot be written.
     """
@@ -146,7 +146,7 @@ def import_answers(
         files = local_files(source)
         if not files:
             raise MissingDataError(f"{source}: there is no such file")
-        kind = FORMS[form]
+        kind = FORMS[form or recognised(files)]
         told = Import(source, kind, decoder(kind, tokenizer), prompts, rewards, skip_bad)
         write(told.batches(files), SCHEMA, unfinished)
         if not told.counts[ANSWERS]:
@@ -154,6 +154,25 @@ def import_answers(
         about = f"Answers to questions whose answers can be verified, from files of another project ({kind.title})."
         write_card(unfinished, about, told.facts, COLUMNS)
     return told
+
+
+def recognised(files: Sequence[Path]) -> str:
+    """The name of the form of files, by the columns of their first row.
+
+    Raises:
+        DataError: they have no row, or its columns are those of no form or of several.
+    """
+    rows = (one for path in files for one in read_values(path) if isinstance(one[1], dict))
+    place, row = next(rows, (None, {}))
+    if place is None:
+        raise DataError(f"{', '.join(map(str, files))}: no row is an object")
+    if "response" in row and {"question", "problem", "prompt_ids"} & {*row}:
+        raise DataError(f"{place}: a run reads this as it is: name the file in --experience.start")
+    fits = [name for name, form in FORMS.items() if form.known_by <= {*row}]
+    if len(fits) != 1:
+        of = f"are those of {' and of '.join(fits)}" if fits else "are those of no form that is known"
+        raise DataError(f"{place}: its columns {shown(', '.join(row))} {of}: --form names one of {', '.join(FORMS)}")
+    return fits[0]
 
 
 def decoder(form: type[Form], tokenizer: str | None) -> Decode:

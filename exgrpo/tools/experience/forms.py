@@ -33,10 +33,12 @@ class Form(_Strict):
 
     Attributes:
         title: what messages call the form.
+        known_by: columns that tell it from the others.
         tokens: whether its answers are token ids, which only the tokenizer of their model can read.
     """
 
     title: ClassVar[str]
+    known_by: ClassVar[frozenset[str]]
     tokens: ClassVar[bool] = False
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
@@ -93,6 +95,7 @@ class VerlDump(Form):
     """A line of `trainer.rollout_data_dir` or `validation_data_dir` of verl; special tokens are not in its texts."""
 
     title = "verl rollout dump"
+    known_by = frozenset({"input", "output", "score"})
 
     input: str
     output: str
@@ -111,6 +114,7 @@ class TrlCompletions(Form):
 
     model_config = ConfigDict(extra="allow")
     title = "TRL completions"
+    known_by = frozenset({"prompt", "completion", "step"})
 
     step: Step
     prompt: str | list[Said]
@@ -151,6 +155,7 @@ class OaplAnswer(OfVerl):
     """A row of the data sets of OAPL: one answer to a question of verl's columns."""
 
     title = "OAPL data"
+    known_by = frozenset({"prompt", "response", "precomputed_reward"})
 
     response: str | None = None
     precomputed_reward: Number | None = None
@@ -169,6 +174,7 @@ class LuffyTargets(OfVerl):
     """
 
     title = "LUFFY data"
+    known_by = frozenset({"prompt", "reward_model", "target"})
 
     target: list[Said] | None = None
     target_lst: list[str] | None = None
@@ -184,6 +190,7 @@ class OpenR1Generations(Form):
     """A row of open-r1: the columns of a data set of questions, and what a model has generated for it."""
 
     title = "open-r1 generations"
+    known_by = frozenset({"generations"})
 
     problem: str | None = None
     question: str | None = None
@@ -318,6 +325,7 @@ class PrimeRlEpisode(Form):
     """A line of the traces.jsonl of prime-rl: an episode of verifiers, of which the policy's own traces are read."""
 
     title = "prime-rl traces"
+    known_by = frozenset({"traces", "task"})
     tokens = True
 
     step: Step | None = Field(None, validation_alias=AliasPath("run", "work", "step"))

@@ -1,5 +1,5 @@
 """What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience show RUN |
-export RUN FOLDER | import FILES FOLDER --form FORM`.
+export RUN FOLDER | import FILES FOLDER`.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,9 @@ class ImportOptions(BaseModel):
         description="A parquet, JSONL or JSON file, or a pattern in quotes that matches several."
     )
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
-    form: Literal["verl", "trl", "prime_rl", "oapl", "luffy", "open_r1"] = Field(description="What the files are.")
+    form: Literal["verl", "trl", "prime_rl", "oapl", "luffy", "open_r1"] | None = Field(
+        None, description="What the files are; None: the columns of the first row say it."
+    )
     skip_bad: bool = Field(False, description="Leave out rows that cannot be right, and say how many they are.")
     rewards: tuple[str, ...] | None = Field(
         None,

@@ -75,9 +75,12 @@ class Units:
 
     def __getattr__(self, name: str) -> npt.NDArray:
         if name not in KNOWN:
-            raise AttributeError(f"units have no {name}; there are {', '.join(KNOWN)}, age, accuracy")
+            raise AttributeError(f"units have no {name}", name=name, obj=self)
         values = vars(self)[name] = self._read(name)
         return values
+
+    def __dir__(self) -> set[str]:
+        return {*super().__dir__(), *KNOWN}
 
     def __len__(self) -> int:
         return len(self.question)

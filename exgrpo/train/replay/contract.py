@@ -117,7 +117,7 @@ def weights(given: Any, units: Units, *_: Any) -> str | None:
         return f"{_gave(given)}; {right}"
     log_weight, stratum = given
     if stratum is not None and not _is_array(stratum, "iu", len(units)):
-        return f"{_gave(stratum)} as its strata; {right}, and so the stratum"
+        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(units)} units"
     if log_weight is None:
         return None
     if not _is_array(log_weight, "fiu", len(units) if stratum is None else np.size(log_weight)):

@@ -19,9 +19,19 @@ from typing import Any
 
 from exgrpo.train.common.errors import ConfigError, MethodError, cause, place_in
 from exgrpo.train.common.functions import needs as needs
-from exgrpo.train.common.step_batch import SCORES, StepBatch
+from exgrpo.train.common.step_batch import SCORES
 from exgrpo.train.config.replay import KINDS, Kind
 from exgrpo.train.replay.contract import CHECKS
+
+ARGUMENTS = {
+    "admit": ("batch", "setting"),
+    "prioritise": ("units", "setting"),
+    "compose": ("supply",),
+    "settle": ("batch", "supply"),
+    "weigh": ("batch", "options"),
+    "expire": ("units", "setting"),
+}
+"""What the functions of each kind are called with."""
 
 
 def names(kind: Kind) -> list[str]:
@@ -33,7 +43,7 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
     """The function of that kind and name; what it gives is checked in each call.
 
     Raises, when it is found:
-        ConfigError: there is none, or its module or file cannot be loaded.
+        ConfigError: there is none, its module or file cannot be loaded, or it takes other arguments.
 
     Raises, when it is called:
         MethodError: it gives something else than a function of its kind, or one of a user's own raises something.
@@ -48,6 +58,8 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
 
 def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) -> Callable[..., Any]:
     """The function, whose mistakes are one line that begins with the label."""
+    if own:
+        _check_arguments(kind, label, function)
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
 
     @functools.wraps(function)
@@ -66,12 +78,25 @@ def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) 
     return call
 
 
+def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> None:
+    asked = ARGUMENTS[kind]
+    try:
+        takes = inspect.signature(function)
+        takes.bind(*asked)
+    except ValueError:  # of what is written in C
+        return
+    except TypeError:
+        raise ConfigError(f"{label}: it takes {takes}, and it is called with ({', '.join(asked)})") from None
+
+
 def _hint(error: Exception, kind: str) -> str:
     """What else a person needs to know of what one of their functions raised."""
-    if not isinstance(error, AttributeError) or not isinstance(error.obj, StepBatch):
+    if not isinstance(error, AttributeError) or not type(error.obj).__module__.startswith("exgrpo."):
         return ""
     if kind == "weigh" and error.name == "log_prob":
         return '; `log_prob` of the batch needs @needs(present="values")'
     if kind in ("admit", "settle") and error.name in SCORES:
         return f"; `{error.name}` of the batch needs @needs(scores=True)"
-    return ""
+    kind_of = type(error.obj)
+    there = [name for name in dir(error.obj) if name[0] != "_" and not callable(getattr(kind_of, name, None))]
+    return f"; there are {', '.join(there)}"

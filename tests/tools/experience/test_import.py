@@ -158,7 +158,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_begins_with_what_a_file_of_each_form_says(tmp_path, name):
     title, file, rows, expected = FILES[name]
-    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set", name.partition(" ")[0])
+    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set")
     assert f"form: {title}" in str(told)
     assert f"answers: {len(expected)}" in str(told)
     trainer = arithmetic(tmp_path, tmp_path / "set")
@@ -175,7 +175,7 @@ def test_token_ids_and_log_probs_of_prime_rl_come_as_they_are(tmp_path):
     cut["traces"][0]["nodes"][1]["advantages"] = [0.25] * 4
     others = prime_rl(3, "x", ok=False), prime_rl(3, "x", agent={"name": "judge", "trainable": False})
     path = write_lines(tmp_path / "traces.jsonl", prime_rl(0, "\\boxed{1}"), prime_rl(1, *turns), cut, *others)
-    told = import_answers(str(path), tmp_path / "set", "prime_rl", tokenizer=MODEL)
+    told = import_answers(str(path), tmp_path / "set", tokenizer=MODEL)
     assert told.counts == {ANSWERS: 3, EMPTY: 2, UNSCORED: 0, UNGRADED: 0}
     trainer = arithmetic(tmp_path, tmp_path / "set")
     assert not trainer.policy.scored
@@ -229,7 +229,7 @@ def test_rewards_are_those_that_are_named(tmp_path):
     assert "reward: accuracy_reward + format_reward" in str(import_answers(path, tmp_path / "all", "trl"))
     import_answers(path, tmp_path / "one", "trl", rewards=["accuracy_reward"])
     assert [row.reward for row in rows_of(tmp_path / "one")] == [1.0, None]
-    assert main(["import", path, str(tmp_path / "none"), "--form=trl", "--rewards"]) == 0
+    assert main(["import", path, str(tmp_path / "none"), "--rewards"]) == 0
     assert [row.reward for row in rows_of(tmp_path / "none")] == [None, None]
     with pytest.raises(DataError, match=r"row 1: has no reward 'other'; there is accuracy_reward, format_reward"):
         import_answers(path, tmp_path / "other", "trl", rewards=["other"])
@@ -282,9 +282,25 @@ def test_a_trace_that_cannot_be_right_is_named(tmp_path, change, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "1 + 1", "response": "2"}, "line 1: a run reads this as it is: name the file in --experience"),
+        ({"text": "1 + 1"}, "its columns 'text' are those of no form that is known: --form names one of verl, trl"),
+        ({**verl(0, "1", 1.0), "generations": []}, "are those of verl and of open_r1: --form names one of"),
+        ("", "no row is an object"),
+    ],
+)
+def test_files_of_no_form_and_of_several_are_told(tmp_path, row, message):
+    path = write_lines(tmp_path / "some.jsonl", row)
+    with pytest.raises(DataError, match=message):
+        import_answers(str(path), tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
     path = write_lines(tmp_path / "traces.jsonl", prime_rl(0, "1"))
-    assert main(["import", str(path), str(tmp_path / "set"), "--form=prime_rl", f"--tokenizer={tmp_path}/none"]) == 2
+    assert main(["import", str(path), str(tmp_path / "set"), f"--tokenizer={tmp_path}/none"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: --tokenizer {tmp_path}/none: ")
     assert told.count("\n") == 1
@@ -292,7 +308,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
 
 
 def test_files_without_answers_leave_no_folder(tmp_path):
-    assert get_args(ImportOptions.model_fields["form"].annotation) == tuple(FORMS)
+    (names, _) = get_args(ImportOptions.model_fields["form"].annotation)
+    assert get_args(names) == tuple(FORMS)
     both = {**verl(0, "1", 1.0), "problem": "1 + 1", "generations": []}
     path = str(write_lines(tmp_path / "some.json", both))
     assert import_answers(path, tmp_path / "set", "verl").counts[ANSWERS] == 1

@@ -76,7 +76,6 @@ def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp
         (["show", "none", "--qestion", "1"], "did you mean --question?"),
         (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),
         (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
-        (["import", "run", "set"], "form"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, say, arguments, message):
