@@ -29,7 +29,7 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_c
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
-from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay
+from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
 from exgrpo.train.replay.replay import ReplayState
 from exgrpo.train.replay.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
 
@@ -134,7 +134,7 @@ def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
     """A replay of as many questions; it selects without scores, for there is no model."""
     config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
-    return Replay(config, sizes.questions, SAMPLES, seed=1)
+    return Replay(Setting(config, SAMPLES), sizes.questions, seed=1)
 
 
 class Filled:

@@ -10,7 +10,7 @@ import pytest
 from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
-from exgrpo.train.replay import ExperienceConfig, Replay
+from exgrpo.train.replay import ExperienceConfig, Replay, Setting
 from exgrpo.train.replay.stored import pack
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -86,7 +86,7 @@ class Experience:
             for i in range(size)
         ]
         config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
-        self.replay = Replay(config, questions, SAMPLES, seed=1)
+        self.replay = Replay(Setting(config, SAMPLES), questions, seed=1)
         self.memory = self.replay.memory
         self.memory.restore(filled_arrays(questions, len(stored), self.rng), pack(stored))
 
@@ -225,7 +225,7 @@ def test_method(benchmark, races, filled_by, name, what):
 def test_memory(benchmark, races, tokens):
     """Bytes per token by what is allocated: 8 for its id and log-prob, and a trajectory's objects."""
     rng, count = np.random.default_rng(0), 1_000
-    memory = Replay(ExperienceConfig(), count, SAMPLES, seed=0).memory
+    memory = Replay(Setting(ExperienceConfig(), SAMPLES), count, seed=0).memory
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]

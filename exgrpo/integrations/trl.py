@@ -38,7 +38,7 @@ with needs(__name__, "exgrpo[trl]"):
     )
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
-    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting
     from exgrpo.train.replay.replayed import Weigher
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
@@ -70,14 +70,9 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_arguments(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
-        self.replay = Replay(
-            self.args.experience,
-            len(self.train_dataset),
-            self.num_generations,
-            self.args.seed,
-            success=self.args.success,
-            scale_by_std=self.args.scale_rewards == "group",
-        )
+        scaled = self.args.scale_rewards == "group"
+        setting = Setting(self.args.experience, self.num_generations, self.args.success, scale_by_std=scaled)
+        self.replay = Replay(setting, len(self.train_dataset), self.args.seed)
         micro_batches = self.args.steps_per_generation * self.num_iterations
         self.weigher = Weigher(
             self.args.objective,
@@ -335,7 +330,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "pass_rate": pass_rate,
             "replayed": replayed,
             "refilled": refilled,
-            "replay_open": float(self.replay.latch.open),
+            "replay_open": float(self.replay.open),
             "buffer_questions": len(memory),
             "buffer_trajectories": memory.trajectory_count,
             "retired": int(memory.retired.sum()),

@@ -185,7 +185,6 @@ def start_replay(trainer: Any) -> Started | None:
         return trainer._scores(batch, trainer.temperature).log_prob
 
     run = Beginning(
-        options=trainer.args.experience,
         questions=_questions(trainer) if trainer.args.start else (),
         replay=trainer.replay,
         max_tokens=trainer.max_completion_length,
@@ -196,7 +195,7 @@ def start_replay(trainer: Any) -> Started | None:
         cuts=False,
     )
     vocabulary = trainer._causal_lm(trainer.model).config.get_text_config().vocab_size
-    encoding = Encoding.of(trainer._tokenizer, trainer.eos_token_ids, vocabulary)
+    encoding = Encoding(trainer._tokenizer, trainer.eos_token_ids, vocabulary)
     started = start_experience(run, encoding)
     if started and trainer.rollout_func is not None:
         held = set(trainer.replay.memory.table.column("question").tolist())

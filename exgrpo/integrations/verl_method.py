@@ -276,7 +276,6 @@ def begin(trainer: Any) -> Started | None:
     questions = _questions(trainer.train_dataset, tokenizer, data.get("apply_chat_template_kwargs") or {})
     trainer.prompts = {one.index: np.array(one.prompt, np.int32) for one in questions}
     run = Beginning(
-        options=options.experience,
         questions=questions,
         replay=trainer.replay,
         max_tokens=data.max_response_length,
@@ -286,7 +285,7 @@ def begin(trainer: Any) -> Started | None:
         score=score,
         cuts=False,
     )
-    return start_experience(run, Encoding.of(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)))
+    return start_experience(run, Encoding(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)))
 
 
 def check_prompt(question: int, prompt: TokenIds, known: Mapping[int, TokenIds]) -> None:

@@ -44,7 +44,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
     from exgrpo.train.policy.batch import advantages
     from exgrpo.train.policy.loss import LossSettings
-    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting, replay_metrics
     from exgrpo.train.replay.replayed import Weigher
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
@@ -86,17 +86,12 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         options, objective = self.options, self.options.objective
-        self.replay = Replay(
-            options.experience,
-            len(self.train_dataset),
-            options.rollout.samples,
-            options.seed,
-            success=options.reward.success,
-            success_option="exgrpo.reward.success",
-            scale_by_std=objective.scale_by_std,
-            baseline=objective.baseline,
-            beta1=objective.beta1,
+        setting = Setting(
+            *(options.experience, options.rollout.samples, options.reward.success),
+            *(objective.scale_by_std, objective.baseline, objective.beta1),
         )
+        option = "exgrpo.reward.success"
+        self.replay = Replay(setting, len(self.train_dataset), options.seed, success_option=option)
 
     def on_init_end(self) -> None:
         """Give the workers the loss, and a new run the experience that it begins with."""

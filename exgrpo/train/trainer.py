@@ -28,6 +28,7 @@ from exgrpo.train.replay import (
     PlannedGroup,
     Replay,
     ReplayState,
+    Setting,
     numbers_of,
     planned_from,
     replay_metrics,
@@ -102,17 +103,17 @@ class Trainer:
             stop=Stops(config.rollout.stop, answerer.decode),
             **config.rollout.cut,
         )
-        self.replay = Replay(
+        setting = Setting(
             config.experience,
-            len(self.questions),
             config.rollout.samples,
-            config.seed,
-            success=config.reward.success,
-            success_option="reward.success",
+            config.reward.success,
             scale_by_std=config.objective.scale_by_std,
             baseline=config.objective.baseline,
             beta1=config.objective.beta1,
-            mixture=Mixture(questions.sizes, weights) if weights else None,
+        )
+        mixture = Mixture(questions.sizes, weights) if weights else None
+        self.replay = Replay(
+            setting, len(self.questions), config.seed, success_option="reward.success", mixture=mixture
         )
         self.surrogate = SURROGATES.find(config.objective.surrogate)
         self.anchored = config.objective.anchor == "start"

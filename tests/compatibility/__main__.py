@@ -5,8 +5,6 @@ A version that today's record has is not tried again, so the same command goes o
 """
 
 import os
-import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ from tests.compatibility.record import FOLDER, PAGE, Entry, newest, read, table,
 from tests.compatibility.trial import tried
 
 PROGRAM = "python -m tests.compatibility"
-VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?")
 
 
 class Options(BaseModel):
@@ -42,7 +39,6 @@ class Options(BaseModel):
         ("oldest", "newest"), description="Which versions: the ends of the range; latest: the newest of the index."
     )
     record: Path | None = Field(None, description="The file to go on with. None: today's in docs/compatibility.")
-    keep: bool = Field(False, description="Keep the environments, and say where they are.")
     table: bool = Field(False, description="Write docs/compatibility.md from the newest record, and try nothing.")
 
 
@@ -57,9 +53,6 @@ def planned(options: Options) -> list[Target]:
     for name, version in asked:
         if name not in by_name:
             raise ConfigError(f"--only {name}: no package of that name is tried; choose from {', '.join(by_name)}")
-        if version and not VERSION.fullmatch(version):
-            raise ConfigError(f"--only {name}=={version}: that is no version; write one as 2.11.0")
-    for name, version in asked:
         package, promised = by_name[name], range_of(name, promises)
         if version:
             found.append(Target(package, str(Version(version)), str(promised), ("asked for",)))
@@ -77,15 +70,12 @@ def work(options: Options) -> bool:
     entries = {entry.key: entry for entry in read(newest(FOLDER) if anew else path)}
     plan = planned(options)
     left = [target for target in plan if not is_done(target, entries.get(target.key), today)]
-    for target in left:
-        reason, ends = "the program has not come to it", target.ends
-        entries[target.key] = Entry(*target.key, "", target.promised, ends, not_tried=reason, date=today)
-    write(path, list(entries.values()))
     for number, target in enumerate(left, 1):
         print(f"{number} of {len(left)}: {target.package.name} {target.version}", flush=True)
-        entries[target.key] = replace(in_folder(target, options.keep), date=today)
+        with tempfile.TemporaryDirectory(prefix="compatibility_", ignore_cleanup_errors=True) as folder:
+            entries[target.key] = replace(tried(target, Path(folder) / "environment"), date=today)
         write(path, list(entries.values()))
-        print(summary(entries[target.key]), flush=True)
+        print(entries[target.key].told, flush=True)
     return any(entries[target.key].failed > 0 for target in plan)
 
 
@@ -93,26 +83,6 @@ def is_done(target: Target, entry: Entry | None, today: str) -> bool:
     """Whether the version was tried today, under the same promise."""
     wanted = (target.promised, target.ends, today)
     return entry is not None and not entry.not_tried and (entry.promised, entry.ends, entry.date) == wanted
-
-
-def in_folder(target: Target, keep: bool) -> Entry:
-    """Try a version in a folder that is deleted afterwards, also where the program is stopped."""
-    folder = Path(tempfile.mkdtemp(prefix="compatibility_"))
-    try:
-        return tried(target, folder / "environment")
-    finally:
-        if keep:
-            print(f"kept: {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def summary(entry: Entry) -> str:
-    """One line."""
-    if entry.not_tried:
-        return f"not tried: {entry.not_tried}"
-    counts = f"{entry.passed} passed, {entry.failed} failed, {entry.skipped} skipped"
-    return f"{counts}, {entry.seconds:.0f} s" + (f": {entry.first_failure}" if entry.first_failure else "")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ UNCONSTRAINED = {**os.environ, "PIP_CONSTRAINT": os.devnull, "PIP_DISABLE_PIP_VE
 """A machine's own constraints may exclude an end of a range."""
 RUN = "tests/train/run/test_run.py"
 CORE = (
+    "tests/compatibility/imports.py",
     "tests/kernels/test_linear_log_prob.py",
     "tests/heads/test_logit_map.py",
     f"{RUN}::test_metrics_have_every_step_and_replay_is_active[1 rank]",
@@ -26,7 +27,7 @@ CORE = (
     "tests/train/policy/test_states.py",
     "tests/train/checkpoint/test_checkpoint.py::test_a_continued_trainer_takes_the_same_steps",
 )
-"""The kernels on a CPU, heads, a short run with a fixed seed, the states of training and a trainer that goes on."""
+"""Imports, the kernels on a CPU, heads, a short run with a fixed seed, states of training, a trainer that goes on."""
 
 ADAPTERS = "tests/train/test_lora_run.py"
 

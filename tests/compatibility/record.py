@@ -13,7 +13,6 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from exgrpo.train.common.errors import DataError
 from tests.compatibility.promises import PACKAGES, ROOT, lowest, range_of
 
 FOLDER = ROOT / "docs" / "compatibility"
@@ -27,9 +26,8 @@ MEND = "python -m tests.compatibility --only {name}; python -m tests.compatibili
 
 @dataclass(frozen=True)
 class Counts:
-    """What came of imports and tests: the fields of an `Entry` with these names."""
+    """What came of tests: the fields of an `Entry` with these names."""
 
-    imported: int = 0
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -38,7 +36,7 @@ class Counts:
 
     def __add__(self, other: "Counts") -> "Counts":
         """Both together, in this order."""
-        names = ("imported", "passed", "failed", "skipped", "seconds")
+        names = ("passed", "failed", "skipped", "seconds")
         *numbers, seconds = (getattr(self, name) + getattr(other, name) for name in names)
         return Counts(*numbers, round(seconds, 1), self.first_failure or other.first_failure)
 
@@ -53,9 +51,8 @@ class Entry:
         python: the version of Python that tried it.
         promised: the range of pyproject.toml then.
         ends: which end of the range it is: "oldest", "newest", "between", "latest", "asked for".
-        imported: modules of exgrpo.
-        passed, failed, skipped: tests. A module whose import fails is a failed test.
-        seconds: of the imports and the tests.
+        passed, failed, skipped: tests, and imports of modules.
+        seconds: of the tests.
         first_failure: what failed first, or empty.
         not_tried: why it was not, or empty.
         predicted: what lets it be expected to work, where only that is known, or empty.
@@ -69,7 +66,6 @@ class Entry:
     python: str
     promised: str
     ends: tuple[str, ...]
-    imported: int = 0
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -99,7 +95,7 @@ class Entry:
         """What was tried, or why it was not."""
         if by_hand := self.not_tried or self.predicted or self.seen:
             return by_hand
-        counts = {"modules": self.imported, "tests": self.passed, "skipped": self.skipped, "failed": self.failed}
+        counts = {"tests": self.passed, "skipped": self.skipped, "failed": self.failed}
         failure = f": `{self.first_failure.replace('|', '/').replace('`', '')}`" if self.first_failure else ""
         listed = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
         return f"{' and '.join(self.ends)}, Python {self.python}: {listed}{failure}"
@@ -111,18 +107,11 @@ class Entry:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries of a record; none where it is not there.
-
-    Raises:
-        DataError: the file is no record.
-    """
+    """The entries of a record; none where it is not there."""
     if not path.exists():
         return []
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["entries"]
-        return [Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} is no record of versions ({error}): delete it and run the program again") from error
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["entries"]
+    return [Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows]
 
 
 def write(path: Path, entries: list[Entry]) -> None:
@@ -134,15 +123,8 @@ def write(path: Path, entries: list[Entry]) -> None:
 
 
 def newest(folder: Path = FOLDER) -> Path:
-    """The newest record.
-
-    Raises:
-        DataError: there is none.
-    """
-    found = sorted(folder.glob("????-??-??.json"))
-    if not found:
-        raise DataError(f"{folder} has no record of versions: python -m tests.compatibility")
-    return found[-1]
+    """The newest record."""
+    return max(folder.glob("????-??-??.json"))
 
 
 def table(path: Path) -> str:
@@ -161,16 +143,9 @@ def table(path: Path) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with this table between its marks.
-
-    Raises:
-        DataError: it lacks a mark.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"{PAGE} lacks a mark of the table: write {BEGIN} and {END} where it belongs")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+    """The page with this table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 def problems(entries: list[Entry], table: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """One version is tried: in an environment of its own, the imports and the tests are counted."""
 
-import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -10,12 +10,11 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -44,7 +43,7 @@ def tried(target: Target, folder: Path) -> Entry:
     number = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[-1]
     sites = map(str, folder.glob("lib/python*/site-packages"))
     there = sorted(f"{found.name}=={found.version}" for found in distributions(path=list(sites)))
-    counts = core(python) + tests(python, target.package.tests)
+    counts = tests(python, CORE) + tests(python, target.package.tests)
     return replace(entry, python=number, companions=tuple(there), **vars(counts))
 
 
@@ -136,57 +135,32 @@ def run(command: list[str]) -> None:
         raise NotReached(errors[-1][:300] if errors else f"exit status {done.returncode}")
 
 
-@cache
-def core(python: Path) -> Counts:
-    """The imports and the tests of the core; packages of one environment share them."""
-    done = started([str(python), "-m", "tests.compatibility.imports"])
-    try:
-        told = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        return broken(done.stderr) + tests(python, CORE)
-    failed = told["failed"]  # a module whose import fails is a failed test
-    first = shortened("".join(failed[:1]))
-    return Counts(told["imported"], failed=len(failed), first_failure=first) + tests(python, CORE)
-
-
-def tests(python: Path, selection: Sequence[str]) -> Counts:
+@cache  # packages of one environment share the core
+def tests(python: Path, selection: tuple[str, ...]) -> Counts:
     """The counts of a selection of tests, which are arguments of pytest; none: nothing is counted."""
     if not selection:
         return Counts()
-    begun = time.monotonic()
+    begun, environment = time.monotonic(), {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryDirectory(prefix="compatibility_tests_") as folder:
-        report = Path(folder) / "tests.xml"
-        options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={folder}/tmp")
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *selection]
+        place: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": LIMIT}
         try:
-            done = started([str(python), "-m", "pytest", *options, *selection])
+            done = subprocess.run(command, capture_output=True, text=True, check=False, **place)
         except subprocess.TimeoutExpired:
             return Counts(failed=1, first_failure=f"the tests have not ended within {LIMIT:.0f} s")
-        # Status 1 is that of tests that failed, which the report has; others mean that pytest itself did.
-        counts = of_tests(report.read_text()) if done.returncode in (0, 1) else broken(done.stdout + done.stderr)
-    return replace(counts, seconds=round(time.monotonic() - begun, 1))
+    return replace(counted(done.stdout + done.stderr), seconds=round(time.monotonic() - begun, 1))
 
 
-def started(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command in the folder of the project, whose modules come first."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-
-
-def broken(text: str) -> Counts:
-    """The counts of a program that did not come to an end."""
-    return Counts(failed=1, first_failure=shortened(text.strip().rpartition("\n")[2]) or "it ended without a word")
-
-
-def of_tests(report: str) -> Counts:
-    """The counts of a report of pytest in the form of JUnit."""
-    cases = list(ElementTree.fromstring(report).iter("testcase"))
-    wrong = [(case, found) for case in cases for found in case if found.tag in ("failure", "error")]
-    failed = len({id(case) for case, _ in wrong})
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    first = "".join(f"{case.get('classname')}::{case.get('name')}: {found.get('message')}" for case, found in wrong[:1])
-    return Counts(0, len(cases) - skipped - failed, failed, skipped, first_failure=shortened(first))
+def counted(told: str) -> Counts:
+    """The counts in what pytest tells at its end; of one that did not come to it, its last line is a failure."""
+    lines = told.strip().splitlines() or ["it ended without a word"]
+    (summary, *_) = [line for line in reversed(lines) if re.search(r"\d+ \w+.* in [\d.]+s", line)] or [""]
+    found = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", summary)}
+    if not found:
+        return Counts(failed=1, first_failure=shortened(lines[-1]))
+    wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = found.get("failed", 0) + found.get("error", 0)
+    return Counts(found.get("passed", 0), failed, found.get("skipped", 0), first_failure=shortened("".join(wrong[:1])))
 
 
 def shortened(text: str) -> str:

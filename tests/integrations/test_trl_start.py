@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 from transformers import AutoModelForCausalLM
 
 from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
-from exgrpo.tools.experience.convert import import_answers
+from exgrpo.tools.experience.convert import ANSWERS, import_answers
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.run.traces import read_traces
@@ -119,8 +119,8 @@ def test_a_run_begins_with_completions_that_trl_has_logged(tmp_path: Path, model
     grpo(WrittenAnswers, tmp_path / "logged", model, log_completions=True, max_steps=2).train()
     files = sorted((tmp_path / "logged" / "completions").iterdir())
     logged = [row for file in files for row in pq.read_table(file).to_pylist()]
-    told = import_answers(f"{tmp_path}/logged/completions/*.parquet", tmp_path / "set")
-    assert (told.title, told.answers, list(told.rewards)) == ("TRL completions", 16, ["reward"])
+    told = import_answers(f"{tmp_path}/logged/completions/*.parquet", tmp_path / "set", "trl")
+    assert (told.counts[ANSWERS], list(told.rewards)) == (16, ["reward"])
     rows = [(row.question, row.response, row.reward, row.advantage, row.step) for row in read_traces(tmp_path / "set")]
     assert rows == [
         tuple(row[name] for name in ("prompt", "completion", "reward", "advantage", "step")) for row in logged
@@ -164,7 +164,7 @@ def test_gold_answers_tell_questions_apart(tmp_path: Path, model: Path) -> None:
     ("start", "ratio", "message"),
     [
         ("nowhere.jsonl", 0.5, "there is no such file or folder of traces"),
-        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: of its 1 rows, 1 to questions that are not"),
+        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: 1 to questions that are not"),
         ("others.jsonl", 0.0, "ratio=0 never replays"),
     ],
 )

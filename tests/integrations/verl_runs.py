@@ -23,7 +23,7 @@ from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
-from exgrpo.train.replay import Replay, numbers_of
+from exgrpo.train.replay import Replay, Setting, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from tests.compatibility.promises import ROOT
 from tests.integrations.verl_task import write_task
@@ -218,9 +218,8 @@ def options_of(recipe: str, questions: int = QUESTIONS, **given: Any) -> Config:
 
 def replay_of(options: Config, questions: int = 8) -> Replay:
     objective = options.objective
-    how = {"success": options.reward.success, "scale_by_std": objective.scale_by_std}
-    how |= {"baseline": objective.baseline, "beta1": objective.beta1}
-    return Replay(options.experience, questions, ANSWERS, options.seed, **how)
+    how = (options.reward.success, objective.scale_by_std, objective.baseline, objective.beta1)
+    return Replay(Setting(options.experience, ANSWERS, *how), questions, options.seed)
 
 
 def stored(folder: Path, step: int, options: Config) -> list[Trajectory]:
@@ -256,11 +255,11 @@ def begun(options: Config, folder: Path) -> tuple[Replay, list[Question]]:
     questions = [Question(i, tuple(prompts[i]), text, "", "sums") for i, text in enumerate(texts)]
     start_experience(
         Beginning(
-            *(options.experience, questions, replay, LONGEST, "", ALONE),
+            *(questions, replay, LONGEST, "", ALONE),
             grade=lambda answers: [(len(answer.text) % 2, 0) for answer in answers],
             score=lambda batch: np.zeros(len(batch.token), np.float32),
         ),
-        Encoding.of(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)),
+        Encoding(tokenizer, (tokenizer.eos_token_id,), len(tokenizer)),
     )
     return replay, questions
 

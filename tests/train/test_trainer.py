@@ -177,10 +177,10 @@ def test_replay_and_collection_begin_one_step_after_the_threshold_is_passed():
     skill = half(40)
     trainer = make(skill, experience={"start_pass_rate": 0.5})
     trainer.step(1)  # Pass@1 is 0.5, which does not exceed 0.5
-    assert not trainer.replay.latch.open
+    assert not trainer.replay.open
     skill.update(dict.fromkeys(skill, 0.75))
     trainer.step(2)
-    assert trainer.replay.latch.open
+    assert trainer.replay.open
     assert len(trainer.replay.memory) == 0
     third, fourth = trainer.step(3), trainer.step(4)
     assert third.metrics["replayed"] == 0
@@ -282,7 +282,7 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == 0
     assert first.metrics["reward"] > 0.3
-    assert trainer.replay.latch.open
+    assert trainer.replay.open
     second = trainer.step(2)
     assert len(trainer.replay.memory) == 6
     for question in second.batch.question:
@@ -307,7 +307,7 @@ def test_a_success_is_what_the_configuration_says(success, counts):
     trainer.answerer.grader = peak(0.9)
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == (0.55 if counts else 0)
-    assert trainer.replay.latch.open == counts
+    assert trainer.replay.open == counts
     assert trainer.replay.memory.retired.tolist() == [counts and q == 3 for q in range(10)]
     trainer.step(2)
     assert trainer.replay.memory.trajectory_count == (18 if counts else 0)

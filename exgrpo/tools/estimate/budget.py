@@ -13,8 +13,7 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.policy.shape import FP32, ModelShape
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.candidates import RULES
-from exgrpo.train.replay.supply import settles
+from exgrpo.train.replay.candidates import UNSCORED
 from exgrpo.train.rollout.transformers.decode import KEPT
 from exgrpo.train.rollout.transformers.engine import shares_policy
 from exgrpo.train.run.memory import NF4_BYTES, answers_of_rank, engine_of, frozen_head, slots
@@ -95,7 +94,7 @@ def work(config: Config, assumptions: Assumptions) -> Work:
         "bapo": (rows + shared // 2, rows, shared),
     }.get(experience.compose, (rows, rows, 0))
     stored = min(assumptions.candidates, experience.max_per_question or math.inf)
-    candidates = questions * stored if chosen and RULES[experience.trajectory].scored else 0
+    candidates = questions * stored if chosen and experience.trajectory not in UNSCORED else 0
     return Work(fresh, trained, candidates + _weighed(config, replayed))
 
 
@@ -107,7 +106,7 @@ def _weighed(config: Config, replayed: int) -> int:
 
 def _settles(config: Config) -> bool:
     """Whether what is trained on is decided when the memory has taken in the step."""
-    return settles(rules.find("compose", config.experience.compose)) is not None
+    return hasattr(rules.find("compose", config.experience.compose), "settle")
 
 
 def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:

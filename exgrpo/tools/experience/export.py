@@ -1,4 +1,4 @@
-"""A run's experience as a data set in the Hugging Face layout: a card, and parquet files of limited size.
+"""A run's experience as a data set in the Hugging Face layout: a card, and a parquet file.
 
 The card is what a hub reads at its head, and what a person should know. A data set for verl or TRL has the columns that
 their loaders read beside its own, so that a run of this project can begin with it, too.
@@ -13,62 +13,45 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-import yaml
 
 from exgrpo.tools.experience.sources import RunExperience, open_run
 from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
 from exgrpo.train.config.hub import installed
 from exgrpo.train.data.questions import Question
+from exgrpo.train.run.traces import Trace
 
-SHARD_BYTES = 400_000_000
-"""A file is closed when it has as many; the rows of the last write may come on top, and none reaches 500 MB."""
-ROWS, TOKENS = 1024, 2_000_000
-"""What is held in memory and written at once, at most."""
-SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M")
-"""The hub's names of sizes, each ten times the one before."""
+ROWS = 512
+"""What is held in memory and written at once."""
 PACKAGES = ("exgrpo", "torch", "transformers", "deepspeed")
+FILE = "data/train-00000-of-00001.parquet"
+"""As the hub names the one file of a split."""
 Columns = dict[str, tuple[pa.DataType, str]]
 """Kinds of columns by name, and what they mean."""
-COLUMNS: Columns = {
-    "question": (pa.string(), "text of the question"),
-    "prompt_ids": (pa.list_(pa.int32()), "token ids of its prompt, as the model reads it"),
-    "answer": (pa.string(), "its right answer"),
-    "source": (pa.string(), "data set that the question comes from"),
-    "response_ids": (pa.list_(pa.int32()), "token ids of the answer, with the token that ends it"),
-    "response": (pa.string(), "text of the answer, without what ends it"),
-    "log_prob": (
-        pa.list_(pa.float32()),
-        "log-probs of these tokens under the policy that wrote them, at the rollout temperature",
-    ),
-    "written": (
-        pa.list_(pa.bool_()),
-        "whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; empty: the "
-        "policy wrote all of them",
-    ),
-    "kept": (
-        pa.list_(pa.list_(pa.int32())),
-        "the token ids that each token was drawn from, among which its log-prob is, where top-p, top-k or min-p left a "
-        "part of them; empty: all",
-    ),
-    "behaviour": (
-        pa.string(),
-        "who computed them: the trainer, before the update of that step, or the rollout engine, in sampling; "
-        "unknown: nobody, and they are 0",
-    ),
-    "model": (pa.string(), "where the policy began; together with the step it names the policy that wrote the answer"),
-    "finished": (pa.bool_(), "whether the answer ended by itself and was not cut at the length limit"),
-    "reward": (pa.float64(), "what the verifier gave"),
-    "step": (pa.int32(), "training step in which it was written"),
-    "advantage": (pa.float64(), "in the group that it was written in"),
-    "group_successes": (pa.int32(), "successes among the answers of that group that count"),
-    "group_answers": (pa.int32(), "number of those answers; 0: not known"),
-    "replays": (pa.int32(), "how often it was replayed"),
-    "key": (
-        pa.int64(),
-        "hash of the solution that it gives: answers that differ only in form have the same one; 0: none",
-    ),
+KINDS = {
+    "question": pa.string(),
+    "prompt_ids": pa.list_(pa.int32()),
+    "answer": pa.string(),
+    "source": pa.string(),
+    "response_ids": pa.list_(pa.int32()),
+    "response": pa.string(),
+    "log_prob": pa.list_(pa.float32()),
+    "written": pa.list_(pa.bool_()),
+    "kept": pa.list_(pa.list_(pa.int32())),
+    "behaviour": pa.string(),
+    "model": pa.string(),
+    "finished": pa.bool_(),
+    "reward": pa.float64(),
+    "step": pa.int32(),
+    "advantage": pa.float64(),
+    "group_successes": pa.int32(),
+    "group_answers": pa.int32(),
+    "replays": pa.int32(),
+    "key": pa.int64(),
 }
-SCHEMA = pa.schema({name: kind for name, (kind, _) in COLUMNS.items()})
+MEANINGS = {name: field.description or "" for name, field in Trace.model_fields.items()}
+MEANINGS["source"] = "data set that the question comes from"
+COLUMNS: Columns = {name: (kind, MEANINGS[name]) for name, kind in KINDS.items()}
+SCHEMA = pa.schema(KINDS)
 MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 PROMPT = "messages of the prompt, to which a chat template is applied"
 VERL: Columns = {
@@ -107,10 +90,11 @@ def export(run: Path, folder: Path, form: str = "exgrpo") -> int:
         experience = open_run(run)
         if not len(experience):
             raise DataError(f"{run}: nothing is stored after step {experience.step}, so there is nothing to export")
-        columns = columns_of(form, chat=experience.config.data.chat)
-        write_shards(rows(experience, columns), unfinished / "data")
-        text = card(len(experience), ABOUT, _facts(experience), columns)
-        (unfinished / "README.md").write_text(text, encoding="utf-8")
+        of_trl = TRL_CHAT if experience.config.data.chat else TRL_TEXT
+        columns = COLUMNS | {"exgrpo": {}, "verl": VERL, "trl": of_trl}[form]
+        schema = pa.schema({name: kind for name, (kind, _) in columns.items()})
+        write(rows(experience, schema), schema, unfinished)
+        write_card(unfinished, ABOUT, _facts(experience), columns)
     return len(experience)
 
 
@@ -134,19 +118,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def rows(experience: RunExperience, columns: Columns = COLUMNS) -> Iterator[pa.RecordBatch]:
+def rows(experience: RunExperience, schema: pa.Schema = SCHEMA) -> Iterator[pa.RecordBatch]:
     """All trajectories in their order, some at a time."""
-    schema = pa.schema({name: kind for name, (kind, _) in columns.items()})
     for first in range(0, len(experience), ROWS):
-        chunk = np.arange(first, min(first + ROWS, len(experience)))
-        ends = np.cumsum(experience.columns["length"][chunk], dtype=np.int64)
-        # A chunk of long answers comes in parts.
-        for part in np.split(chunk, np.flatnonzero(np.diff(ends // TOKENS)) + 1):
-            yield _batch(experience, part.tolist(), schema)
+        yield _batch(experience, slice(first, first + ROWS), schema)
 
 
-def _batch(experience: RunExperience, places: Sequence[int], schema: pa.Schema) -> pa.RecordBatch:
-    found = [experience.trajectory(place) for place in places]
+def _batch(experience: RunExperience, places: slice, schema: pa.Schema) -> pa.RecordBatch:
+    found, arrays = experience.answers[places], experience.arrays
     questions = [experience.asked(one.question) for one in found]
     columns: dict[str, Any] = {
         "question": [question.text for question in questions],
@@ -160,21 +139,22 @@ def _batch(experience: RunExperience, places: Sequence[int], schema: pa.Schema) 
         "kept": [one.kept and one.kept.lists() for one in found],
         # What has no log-probs of a policy was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
-        "group_successes": [experience.origin("successes", place) for place in places],
-        "group_answers": [experience.origin("answers", place) for place in places],
+        "advantage": arrays["advantage"][places],
+        "group_successes": arrays["successes"][places],
+        "group_answers": arrays["answers"][places],
+        "replays": arrays["replays"][places],
     }
-    columns |= {name: [experience.origin(name, place) for place in places] for name in ("advantage", "replays")}
     columns |= {
         name: [getattr(one, name) for one in found] for name in ("behaviour", "finished", "reward", "step", "key")
     }
     if schema != SCHEMA:
         chat = schema.field("prompt").type == MESSAGES
         columns |= _for_others(experience, questions, columns["response"], chat=chat)
-    arrays = [
+    cells = [
         column if isinstance(column, pa.Array) else pa.array(column, schema.field(name).type)
         for name, column in ((name, columns[name]) for name in schema.names)
     ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays(cells, schema=schema)
 
 
 def _for_others(
@@ -182,7 +162,7 @@ def _for_others(
 ) -> dict[str, Any]:
     """The columns of `VERL` and `TRL_CHAT`, or those of `TRL_TEXT`."""
     prefix = experience.config.data.answer_prefix
-    prompts = [experience.texts.messages(question) for question in questions]
+    prompts = [experience.messages(question) for question in questions]
     if not chat:
         return {"prompt": [prompt[-1]["content"] + prefix for prompt in prompts], "completion": responses}
     said = [[{"role": "assistant", "content": prefix + response}] for response in responses]
@@ -201,31 +181,11 @@ def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
-def write_shards(batches: Iterable[pa.RecordBatch], folder: Path, shard_bytes: int = SHARD_BYTES) -> list[Path]:
-    """Write batches of one schema to train-00000-of-0000N.parquet and so on; returns the N files.
-
-    A file is named when all are written, for only then their number is known.
-    """
-    written: list[Path] = []
-    writer: pyarrow.parquet.ParquetWriter | None = None
-    try:
+def write(batches: Iterable[pa.RecordBatch], schema: pa.Schema, folder: Path) -> None:
+    """Write batches to the `FILE` of a data set."""
+    with pyarrow.parquet.ParquetWriter(folder / FILE, schema, compression="zstd") as writer:
         for batch in batches:
-            if writer is None:
-                written.append(folder / f"{len(written):05}.unfinished")
-                file = written[-1].open("wb")
-                writer = pyarrow.parquet.ParquetWriter(file, batch.schema, compression="zstd")
             writer.write_batch(batch)
-            if file.tell() >= shard_bytes:
-                writer.close()
-                file.close()
-                writer = None
-    finally:
-        if writer is not None:
-            writer.close()
-            file.close()
-    return [
-        path.rename(folder / f"train-{number:05}-of-{len(written):05}.parquet") for number, path in enumerate(written)
-    ]
 
 
 ABOUT = """Answers of a language model to questions whose answers can be verified, as a run of exgrpo has stored them
@@ -233,13 +193,15 @@ for replay (ExGRPO, arXiv 2510.02245). Such a buffer is a selection: by default 
 that the model already solves."""
 
 
-def card(rows: int, about: str, facts: Mapping[str, object], columns: Columns) -> str:
-    """The text of README.md of a data set with so many rows."""
-    head = yaml.safe_dump(_head(rows, columns), sort_keys=False, allow_unicode=True)
+def write_card(folder: Path, about: str, facts: Mapping[str, object], columns: Columns) -> None:
+    """Write the README.md of a data set."""
     meanings = "\n".join(f"| {name} | {meaning} |" for name, (_, meaning) in columns.items())
     told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    return f"""---
-{head}---
+    text = f"""---
+license: unknown
+pretty_name: Experience of a reinforcement learning run
+tags: [exgrpo, rlvr, grpo, reinforcement-learning, experience-replay]
+---
 
 # Experience of a reinforcement learning run
 
@@ -254,32 +216,7 @@ def card(rows: int, about: str, facts: Mapping[str, object], columns: Columns) -
 Another run begins with it by `--experience.start FOLDER`. The licence of the questions is that of their sources, and
 the licence of the model may bind what is done with its answers.
 """
-
-
-def size_category(rows: int) -> str:
-    """The hub's name for a data set of so many rows."""
-    return SIZES[min(len(SIZES) - 1, max(0, len(str(rows)) - 3))]
-
-
-def _head(rows: int, columns: Columns) -> dict[str, Any]:
-    return {
-        "license": "unknown",
-        "pretty_name": "Experience of a reinforcement learning run",
-        "size_categories": [size_category(rows)],
-        "tags": ["exgrpo", "rlvr", "grpo", "reinforcement-learning", "experience-replay"],
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*"}]}],
-        "dataset_info": {"features": [{"name": name, **_feature(kind)} for name, (kind, _) in columns.items()]},
-    }
-
-
-def _feature(kind: pa.DataType) -> dict[str, Any]:
-    """A kind of column as the hub writes it."""
-    if pa.types.is_struct(kind):
-        return {"struct": [{"name": field.name, **_feature(field.type)} for field in kind]}
-    if pa.types.is_list(kind):
-        inner = _feature(kind.value_type)
-        return {"list": inner if "list" in inner else next(iter(inner.values()))}
-    return {"dtype": {"float": "float32", "double": "float64"}.get(str(kind), str(kind))}
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _facts(experience: RunExperience) -> dict[str, object]:
@@ -293,9 +230,9 @@ def _facts(experience: RunExperience) -> dict[str, object]:
         "answers per question": config.rollout.samples,
         "rollout temperature": config.rollout.temperature,
         "stored answers": len(experience),
-        "questions with stored answers": len(np.unique(experience.columns["question"])),
+        "questions with stored answers": len(np.unique(experience.answers.columns["question"])),
         "questions of the run": len(arrays["count"]),
         "questions that have left, since all fresh answers were right": int(arrays["retired"].sum()),
-        "tokens of the answers": int(experience.columns["length"].sum()),
+        "tokens of the answers": int(experience.answers.columns["length"].sum()),
         "versions": installed(*PACKAGES),
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasPath, BaseModel, ConfigDict, Field
 
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.common.records import Mask, Rollout
@@ -221,15 +221,6 @@ class OpenR1Generations(Form):
         return found
 
 
-class _Data(_Strict):
-    prompt: str | list[Said] | None = None
-    answer: Any = None
-
-
-class _Task(_Strict):
-    data: _Data
-
-
 class _Weighted(_Strict):
     score: Number
     weight: Number = 1.0
@@ -267,17 +258,14 @@ class _Call(_Strict):
     error: Any = None
 
 
-class _Agent(_Strict):
-    trainable: bool = True
-
-
 TRUNCATED = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 """What stops a trace before its answer has ended."""
 
 
 class _Trace(_Strict):
-    task: _Task
-    agent: _Agent = _Agent()
+    prompt: str | list[Said] | None = Field(None, validation_alias=AliasPath("task", "data", "prompt"))
+    gold: Any = Field(None, validation_alias=AliasPath("task", "data", "answer"))
+    trainable: bool = Field(True, validation_alias=AliasPath("agent", "trainable"))
     nodes: list[_Node] = []
     calls: list[_Call] = []
     rewards: dict[str, _Weighted | None] = {}
@@ -305,10 +293,9 @@ class _Trace(_Strict):
         first, end = int(own.argmax()), len(own) - int(own[::-1].argmax())
         written = None if own[first:end].all() else own[first:end]
         rollout = Rollout(ids[first:end], self.finished, written=written)
-        data = self.task.data
         return {
-            "question": None if data.prompt is None else asked(data.prompt),
-            "answer": _gold(data.answer),
+            "question": None if self.prompt is None else asked(self.prompt),
+            "answer": _gold(self.gold),
             "prompt_ids": ids[:first],
             "response_ids": rollout.response,
             "response": text_of(rollout, decode, ()),
@@ -334,14 +321,6 @@ class _Trace(_Strict):
         return found.pop() if len(found) == 1 else None
 
 
-class _Work(_Strict):
-    step: Step
-
-
-class _Run(_Strict):
-    work: _Work | None = None
-
-
 class PrimeRlEpisode(Form):
     """A line of the traces.jsonl of prime-rl: an episode of verifiers, of which the policy's own traces are read."""
 
@@ -349,16 +328,15 @@ class PrimeRlEpisode(Form):
     known_by = frozenset({"traces", "task"})
     tokens = True
 
-    run: _Run | None = None
+    step: Step | None = Field(None, validation_alias=AliasPath("run", "work", "step"))
     traces: list[_Trace] = []
 
     def answers(self, decode: Decode) -> Iterator[Answer]:
         """See `Form`; failed traces and those of other models than the policy are none."""
-        step = self.run.work.step if self.run and self.run.work else None
         for trace in self.traces:
-            found = trace.answer(decode) if trace.ok and trace.agent.trainable else None
+            found = trace.answer(decode) if trace.ok and trace.trainable else None
             if found is not None:
-                yield {**found, "step": step}
+                yield {**found, "step": self.step}
 
 
 FORMS: dict[str, type[Form]] = {

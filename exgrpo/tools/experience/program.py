@@ -1,18 +1,17 @@
-"""What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience [show] RUN |
+"""What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience show RUN |
 export RUN FOLDER | import FILES FOLDER`.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from exgrpo.tools.experience.show import Experience, show, show_question
-from exgrpo.tools.experience.sources import FileExperience, open_run
-from exgrpo.train.checkpoint.listing import FOLDER
+from exgrpo.tools.experience.show import show, show_question
+from exgrpo.tools.experience.sources import open_run
 from exgrpo.train.common.errors import ConfigError, ExgrpoError, print_error
 from exgrpo.train.config.command_line import options_of
 
@@ -20,13 +19,11 @@ PROGRAM = "python -m exgrpo.tools.experience"
 
 
 class ShowOptions(BaseModel):
-    """Show what a run has stored, in its newest sound checkpoint, or what an exported experience holds."""
+    """Show what a run has stored, in its newest sound checkpoint."""
 
     model_config = ConfigDict(frozen=True)
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Field(
-        description="Folder of a run or of an exported experience, or a file of traces."
-    )
+    run: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of a run.")
     question: int | None = Field(None, ge=0, description="Show the stored answers to the question of this index.")
 
 
@@ -77,51 +74,36 @@ def main(argv: Sequence[str]) -> int:
             for name, (_, options) in COMMANDS.items():
                 print(f"{PROGRAM} {name}: {options.__doc__}")
             return 0
-        if command not in COMMANDS and command and Path(command).exists():
-            command, rest = "show", list(argv)
         if command not in COMMANDS:
-            raise ConfigError(f"{command or 'no argument'} is neither a command ({', '.join(COMMANDS)}) nor a run")
-        COMMANDS[command][0](rest)
+            raise ConfigError(f"{command or 'no argument'} is no command; there are {', '.join(COMMANDS)}")
+        do, kind = COMMANDS[command]
+        do(options_of(kind, f"{PROGRAM} {command}", rest))
     except ExgrpoError as error:
         return print_error(error)
     return 0
 
 
-def open_experience(source: Path) -> Experience:
-    """What is stored at a place: a run, an exported folder or a file of traces.
-
-    Raises:
-        CheckpointError: a run has no sound checkpoint, or there is no such folder.
-        DataError: a file or an exported folder cannot be read.
-    """
-    exported = source.is_dir() and (source / "data").is_dir() and not (source / FOLDER).is_dir()
-    return FileExperience(source) if exported or source.is_file() else open_run(source)
-
-
-def _show(argv: Sequence[str]) -> None:
-    options = options_of(ShowOptions, f"{PROGRAM} show", argv)
-    experience, console = open_experience(options.source), Console()
+def _show(options: ShowOptions) -> None:
+    experience, console = open_run(options.run), Console()
     if options.question is None:
-        show(experience.overview(), console)
+        show(experience, console)
     else:
-        show_question(experience.question(options.question), console)
+        show_question(experience, options.question, console)
 
 
-def _export(argv: Sequence[str]) -> None:
-    options = options_of(ExportOptions, f"{PROGRAM} export", argv)
+def _export(options: ExportOptions) -> None:
     from exgrpo.tools.experience.export import export
 
     print(f"{export(options.run, options.folder, options.form)} trajectories in {options.folder}")
 
 
-def _import(argv: Sequence[str]) -> None:
-    options = options_of(ImportOptions, f"{PROGRAM} import", argv)
+def _import(options: ImportOptions) -> None:
     from exgrpo.tools.experience.convert import import_answers
 
     print(import_answers(**dict(options)))
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], type[BaseModel]]] = {
+COMMANDS: dict[str, tuple[Callable[[Any], None], type[BaseModel]]] = {
     "show": (_show, ShowOptions),
     "export": (_export, ExportOptions),
     "import": (_import, ImportOptions),

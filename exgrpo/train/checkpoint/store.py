@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from exgrpo.train.common.durable import DamagedFileError, write_whole
-from exgrpo.train.common.records import KeptSets, Mask
+from exgrpo.train.common.records import KeptSets
 from exgrpo.train.replay.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
 
 SUFFIX = ".safetensors"
@@ -205,8 +205,3 @@ def _places(arrays: dict[str, npt.NDArray], rows: npt.NDArray) -> Places:
     """Where some answers lie in the tokens of their file."""
     length = arrays["length"].astype(np.int64)
     return Places(np.zeros(len(rows), np.int64), (np.cumsum(length) - length)[rows], length[rows])
-
-
-def written_mask(values: npt.NDArray[np.uint8] | None) -> Mask | None:
-    """`Trajectory.written` of one answer, by what a file holds of it."""
-    return None if values is None or values.all() else values.astype(bool)

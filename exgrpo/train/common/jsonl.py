@@ -1,4 +1,4 @@
-"""Lines of JSON: of files that people give, where a wrong line is an error, and of a run, where it is left out."""
+"""Lines of JSON, of files that people give and of those of a run."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from exgrpo.train.common import plain
-from exgrpo.train.common.errors import DataError, os_errors_as, shown
+from exgrpo.train.common.errors import shown
 
 
 class Line(NamedTuple):
@@ -33,22 +33,6 @@ def parsed(lines: Iterable[str | bytes], parse: Callable[[str | bytes], Any] = p
         except (ValueError, RecursionError) as error:
             place = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else shown(error)
             yield Line(number, None, f"not valid JSON: {place}")
-
-
-def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file that somebody gives, one a line, each with its place for messages.
-
-    Raises:
-        DataError: the file cannot be read, or a line holds something else; the message names file and line.
-    """
-    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
-        for line in parsed(file):
-            place = f"{path} line {line.number}"
-            if line.problem:
-                raise DataError(f"{place}: {line.problem}; mend the line, or remove it")
-            if not isinstance(line.value, dict):
-                raise DataError(f"{place}: expected an object, got {type(line.value).__name__}; mend the line")
-            yield place, line.value
 
 
 def read_log(path: Path) -> Iterator[Line]:

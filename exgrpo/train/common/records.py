@@ -167,11 +167,6 @@ class Trajectory:
         """The answer as an engine gives it, without scores."""
         return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
 
-    @property
-    def observed(self) -> Mask | None:
-        """[R] whether an environment wrote the token; None: it wrote none."""
-        return None if self.written is None else ~self.written
-
     def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Those of [R] values that belong to tokens of the policy."""
         return values if self.written is None else values[self.written]

@@ -105,8 +105,8 @@ class ExperienceConfig(Section):
     )
     start: Path | None = Field(
         None,
-        description="An exported experience, or a file of traces (parquet, JSONL), that fills the buffer before the "
-        "first step.",
+        description="An exported experience, or a file of traces (parquet, JSONL, JSON), that fills the buffer before "
+        "the first step.",
     )
     start_log_prob: Literal["recompute", "keep", "unknown"] = Field(
         "recompute",

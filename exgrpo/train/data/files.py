@@ -195,7 +195,7 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
 
 
 def parquet_values(
-    path: Path, columns: Callable[[list[str]], list[str]] = lambda names: names, rows: int = 8192
+    path: Path, columns: Callable[[list[str]], list[str]] = lambda names: names, rows: int = 8192, arrays: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The rows of a parquet file, some at a time.
 
@@ -203,6 +203,7 @@ def parquet_values(
         path: the file.
         columns: of its columns those that are read.
         rows: in memory at once.
+        arrays: lists of numbers stay arrays, for they may be long.
 
     Raises:
         DataError: it cannot be read.
@@ -213,13 +214,25 @@ def parquet_values(
         file = pyarrow.parquet.ParquetFile(path)
         read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
         for batch in file.iter_batches(batch_size=rows, columns=read):
-            yield from batch.to_pylist()
+            cells = [_cells(column, arrays) for column in batch.columns]
+            yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
     except DataError:
         raise
     except (
         Exception
     ) as error:  # beside errors of the format, texts that are no UTF-8 and dates that Python does not have
         raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
+
+
+def _cells(column: Any, arrays: bool) -> list[Any]:
+    from pyarrow import types
+
+    inner = column.type
+    while types.is_list(inner) or types.is_large_list(inner):
+        inner = inner.value_type
+    if not arrays or inner == column.type or not (types.is_integer(inner) or types.is_floating(inner)):
+        return column.to_pylist()
+    return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
 
 
 def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:

@@ -2,8 +2,8 @@
 
 Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
 all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
-`rules`. A further trajectory rule, way to read rewards or band is one entry in a table, `candidates.RULES`,
-`difficulty.BUCKETS` or `difficulty.BANDS`, and its name in the options.
+`rules`. A further trajectory rule or band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the
+options.
 """
 
 from exgrpo.train.config.replay import ExperienceConfig, Setting
@@ -12,10 +12,9 @@ from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
 from exgrpo.train.replay.rules import needs
-from exgrpo.train.replay.supply import DelayedStart, FreshQuestions, Mixture, Supply
+from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 __all__ = [
-    "DelayedStart",
     "ExperienceConfig",
     "ExperienceMemory",
     "Expired",

@@ -9,9 +9,9 @@ import numpy as np
 
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.common.success import EPSILON
+from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.replay import Setting
-from exgrpo.train.replay.difficulty import BUCKETS, count_successes
+from exgrpo.train.replay.difficulty import count_successes
 from exgrpo.train.replay.rules import needs
 
 
@@ -21,7 +21,9 @@ def successes(batch: StepBatch, setting: Setting) -> Mask:
 
     ExGRPO, arXiv 2510.02245, section 3.2.
     """
-    return BUCKETS[setting.options.bucket_by].admitted(batch, setting.success)
+    if setting.options.bucket_by == "reward_deviation":
+        return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
+    return batch.fresh & is_success(batch.reward, setting.success)
 
 
 @needs(distinct="key")

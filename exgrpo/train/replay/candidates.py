@@ -4,8 +4,6 @@ Units are questions, prompts or stored trajectories. They are drawn without repl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +14,8 @@ from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import TrajectoryRule
 
+KNOWN = ("question", "count", "step", "reward", "advantage", "replays", "length", "key")
+"""Columns of units."""
 ROUNDS = 8
 """After so many rounds of draws a few units outweigh all others, and what is left is drawn in another way."""
 BLOCK = 256
@@ -32,12 +32,22 @@ class Units:
     """N units, one column for each thing that is known of them, all [N].
 
     Of a stored trajectory everything is known. Of a question that has some, what is known is that of its newest one; of
-    a prompt, only its question, its count and when it was asked last.
+    a prompt, only its question, its count, when it was asked last and how often again.
 
     Args:
         now: the step for which something is decided.
         read: gives the column of a name; it is asked once, and only for what is looked at.
         solved: [S] questions that all answers of the latest step solve.
+
+    Attributes:
+        question: Index of the question.
+        count: The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K].
+        step: Training step in which the trajectory was written, or the prompt asked.
+        reward: What the verifier gave.
+        advantage: Of the trajectory in the group that it was written in.
+        replays: How often it has been replayed, or the prompt answered again.
+        length: Its response tokens.
+        key: Of its solution; 0: none.
     """
 
     def __init__(self, now: int, read: Callable[[str], npt.NDArray], solved: Ints | None = None) -> None:
@@ -46,7 +56,7 @@ class Units:
         self._read = read
 
     @classmethod
-    def of(cls, now: int, solved: Ints | None = None, **columns: npt.NDArray) -> "Units":
+    def of(cls, now: int, **columns: npt.NDArray) -> "Units":
         """Units with these columns.
 
         Raises, when another one is looked at:
@@ -61,7 +71,16 @@ class Units:
                 )
             return columns[name]
 
-        return cls(now, read, solved)
+        return cls(now, read)
+
+    def __getattr__(self, name: str) -> npt.NDArray:
+        if name not in KNOWN:
+            raise AttributeError(f"units have no {name}", name=name, obj=self)
+        values = vars(self)[name] = self._read(name)
+        return values
+
+    def __dir__(self) -> set[str]:
+        return {*super().__dir__(), *KNOWN}
 
     def __len__(self) -> int:
         return len(self.question)
@@ -70,55 +89,15 @@ class Units:
         """Some of them, by number [M], by a mask [N] or by a slice."""
         return Units(self.now, lambda name: self._read(name)[places], self.solved)
 
-    @cached_property
-    def question(self) -> Ints:
-        """Index of the question."""
-        return self._read("question")
-
-    @cached_property
-    def count(self) -> Doubles:
-        """The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K]."""
-        return self._read("count")
-
-    @cached_property
-    def step(self) -> Ints:
-        """Training step in which the trajectory was written, or the prompt asked."""
-        return self._read("step")
-
     @property
     def age(self) -> Ints:
-        """Steps since then."""
+        """Steps since `step`."""
         return self.now - self.step
 
-    @cached_property
-    def reward(self) -> Doubles:
-        """What the verifier gave."""
-        return self._read("reward")
-
-    @cached_property
-    def advantage(self) -> Doubles:
-        """Of the trajectory in the group that it was written in."""
-        return self._read("advantage")
-
-    @cached_property
+    @property
     def accuracy(self) -> Doubles:
-        """Fraction of successes m / F of that group; 0 where it is unknown."""
+        """Fraction of successes m / F of the group that it was written in; 0 where it is unknown."""
         return self._read("successes") / np.maximum(self._read("answers"), 1)
-
-    @cached_property
-    def replays(self) -> Ints:
-        """How often it has been replayed, or the prompt answered again."""
-        return self._read("replays")
-
-    @cached_property
-    def length(self) -> Ints:
-        """Its response tokens."""
-        return self._read("length")
-
-    @cached_property
-    def key(self) -> Ints:
-        """Of its solution; 0: none."""
-        return self._read("key")
 
 
 class Expired(NamedTuple):
@@ -163,8 +142,6 @@ def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -
     Returns:
         [wanted] numbers of units; with strata ordered by stratum, else in the order of their drawing.
     """
-    if wanted > size:
-        raise ValueError(f"wanted: {wanted} units asked for, and there are {size}")
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     if priority.log_weight is None:
@@ -261,37 +238,15 @@ class MeanScores(NamedTuple):
         return cls(entropy, -log_prob)
 
 
-class Candidates(NamedTuple):
-    """The C stored successes of a drawn question, oldest first, C >= 1.
-
-    Attributes:
-        length: [C] response tokens of each.
-        scores: [C] of each; NaN where the rule does not ask for them.
-    """
-
-    length: Ints
-    scores: MeanScores
-
-
-@dataclass(frozen=True)
-class SelectionRule:
-    """One way to choose.
-
-    Attributes:
-        choose: index of the chosen candidate, among equals the first, which is the oldest; the generator is for
-            rules that draw.
-        scored: whether the candidates need scores, which takes a pass through the model.
-    """
-
-    choose: Callable[[Candidates, np.random.Generator], int]
-    scored: bool = False
-
-
-RULES: dict[TrajectoryRule, SelectionRule] = {
-    "lowest_entropy": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.entropy)), scored=True),
-    "highest_entropy": SelectionRule(lambda candidates, rng: int(np.argmax(candidates.scores.entropy)), scored=True),
-    "lowest_nll": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.scores.nll)), scored=True),
-    "shortest": SelectionRule(lambda candidates, rng: int(np.argmin(candidates.length))),
-    "random": SelectionRule(lambda candidates, rng: int(rng.integers(len(candidates.length)))),
+Choose = Callable[[Ints, MeanScores, np.random.Generator], int]
+"""The index of one of C >= 1 candidates, among equals the first: by their lengths [C] and scores [C], oldest first."""
+RULES: dict[TrajectoryRule, Choose] = {
+    "lowest_entropy": lambda length, scores, rng: int(np.argmin(scores.entropy)),
+    "highest_entropy": lambda length, scores, rng: int(np.argmax(scores.entropy)),
+    "lowest_nll": lambda length, scores, rng: int(np.argmin(scores.nll)),
+    "shortest": lambda length, scores, rng: int(np.argmin(length)),
+    "random": lambda length, scores, rng: int(rng.integers(len(length))),
 }
-"""By the name that `experience.trajectory` gives it."""
+"""Which of the stored answers of a drawn question is replayed, by the name that `experience.trajectory` gives it."""
+UNSCORED = ("shortest", "random")
+"""Rules that compare no scores: the others take a pass through the model."""

@@ -17,14 +17,13 @@ there is no pass where the update itself sees that policy.
 Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from exgrpo.train.common.errors import ConfigError, nearest, shown
+from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.replay.candidates import Expired, Priority, Units
 
@@ -33,12 +32,8 @@ Present = Literal["values", "reference"]
 PRESENT = np.float32(np.inf)
 """In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
 
-STORED = "it gives an array with a bool for each row, whether it is stored"
-WEIGHTS = "it gives Priority(log_weight), with a number for each unit"
 PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
 SETTLED = "it gives a list of numbers of graded groups, and of planned groups without fresh answers"
-EXPIRED = "it gives Expired(rows, questions), rows with a bool for each unit, questions with their indices"
-TERMS = "it gives Weighed(reference, factor, advantage), with a number for each token, each token and each row"
 
 
 @dataclass(frozen=True)
@@ -102,42 +97,34 @@ def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | N
     present: Any = getattr(function, "present", None)
     for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
         if value not in known and not (need == "present" and value is None):
-            near = nearest(str(value), known)
             raise ConfigError(
-                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs"
-                + (f"; did you mean {near!r}?" if near else ";")
-                + f" there are {', '.join(known)}"
+                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs; there are {', '.join(known)}"
             )
     return term, present
 
 
 def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
     """Of `admit`."""
-    if not (isinstance(given, np.ndarray) and given.dtype == bool):
-        return f"{_gave(given)}; {STORED}"
-    if given.shape != (len(batch),):
-        return f"it gave an array {list(given.shape)} for {len(batch)} rows; {STORED}"
+    if not _is_array(given, "b", len(batch)):
+        return f"{_gave(given)}; it gives an array with a bool for each of the {len(batch)} rows, whether it is stored"
     return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
 
 
 def weights(given: Any, units: Units, *_: Any) -> str | None:
     """Of `prioritise`."""
+    right = f"it gives Priority(log_weight), with a number for each of {len(units)} units"
     if not isinstance(given, Priority):
-        return f"{_gave(given)}; {WEIGHTS}"
+        return f"{_gave(given)}; {right}"
     log_weight, stratum = given
-    for values, kinds in ((log_weight, "fiu"), (stratum, "iu")):
-        if values is not None and not (
-            isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in kinds
-        ):
-            return f"{_gave(values)} in a Priority; {WEIGHTS}"
-    of_units = stratum if stratum is not None else log_weight
-    if of_units is not None and len(of_units) != len(units):
-        return f"it gave {len(of_units)} numbers for {len(units)} units"
-    if log_weight is None or not len(log_weight):
+    if stratum is not None and not _is_array(stratum, "iu", len(units)):
+        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(units)} units"
+    if log_weight is None:
         return None
-    if stratum is not None and not (stratum.min() >= 0 and stratum.max() < len(log_weight)):
+    if not _is_array(log_weight, "fiu", len(units) if stratum is None else np.size(log_weight)):
+        return f"{_gave(log_weight)} in a Priority; {right}"
+    if stratum is not None and len(units) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
         return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"
-    largest = log_weight.max()
+    largest = log_weight.max(initial=-np.inf) if len(units) else 0.0
     if not largest < np.inf:
         return f"a logarithm of a weight is {largest}"
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
@@ -155,43 +142,37 @@ def settled(given: Any, batch: StepBatch, *_: Any) -> str | None:
     late = [one.fresh for one in given if isinstance(one, PlannedGroup) and one.fresh]
     if late:
         return f"it plans {late[0]} fresh answers when all have been graded; {SETTLED}"
-    for number, times in Counter(one for one in given if not isinstance(one, PlannedGroup)).items():
-        if not 0 <= number < batch.groups:
-            return f"it gave the group {number}, and there are {batch.groups}, from 0; {SETTLED}"
-        if times > 1:
-            return f"it gave the group {number} {times} times; {SETTLED}"
+    numbers = sorted(int(one) for one in given if not isinstance(one, PlannedGroup))
+    if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(batch.groups)):
+        return f"it gave the groups {shown(numbers)}, and there are {batch.groups}, from 0, each of which counts once"
     return None
 
 
 def expired(given: Any, units: Units, *_: Any) -> str | None:
     """Of `expire`."""
+    right = f"it gives Expired(rows, questions), rows with a bool for each of {len(units)} units, questions as indices"
     if not isinstance(given, Expired):
-        return f"{_gave(given)}; {EXPIRED}"
+        return f"{_gave(given)}; {right}"
     rows, questions = given
-    if rows is not None and not (isinstance(rows, np.ndarray) and rows.dtype == bool):
-        return f"{_gave(rows)} as its rows; {EXPIRED}"
-    if rows is not None and rows.shape != (len(units),):
-        return f"it gave rows of the shape {rows.shape} for {len(units)} units"
-    if questions is not None and not (isinstance(questions, np.ndarray) and questions.dtype.kind in "iu"):
-        return f"{_gave(questions)} as its questions; {EXPIRED}"
+    if rows is not None and not _is_array(rows, "b", len(units)):
+        return f"{_gave(rows)} as its rows; {right}"
+    if questions is not None and not _is_array(questions, "iu", np.size(questions)):
+        return f"{_gave(questions)} as its questions; {right}"
     return None
 
 
 def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
     """Of `weigh`; numbers that would spoil the update are wrong, too."""
+    tokens = len(batch.token)
+    right = f"it gives Weighed(reference [{tokens}], factor [{tokens}], advantage [{len(batch)}]), by token and by row"
     if not isinstance(given, Weighed):
-        return f"{_gave(given)}; {TERMS}"
-    factor = np.ones_like(batch.old_log_prob) if given.factor is None else given.factor
+        return f"{_gave(given)}; {right}"
+    factor = np.ones(tokens) if given.factor is None else given.factor
     advantage = np.zeros(len(batch)) if given.advantage is None else given.advantage
-    for name, values, size, what in (
-        ("reference", given.reference, len(batch.token), "tokens"),
-        ("factor", factor, len(batch.token), "tokens"),
-        ("advantage", advantage, len(batch), "rows"),
-    ):
-        if not (isinstance(values, np.ndarray) and values.dtype.kind in "fiub"):
-            return f"{_gave(values)} as its {name}; {TERMS}"
-        if values.shape != (size,):
-            return f"its {name} has the shape {list(values.shape)} for {size} {what}; {TERMS}"
+    found = {"reference": given.reference, "factor": factor, "advantage": advantage}
+    for name, values in found.items():
+        if not _is_array(values, "fiub", len(batch) if name == "advantage" else tokens):
+            return f"{_gave(values)} as its {name}; {right}"
     # Whatever is computed in a wider dtype has to fit into fp32. Minima keep a NaN.
     with np.errstate(over="ignore"):
         reference, factor = given.reference.astype(np.float32), factor.astype(np.float32)
@@ -212,6 +193,10 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
         return f"{_gave(given)}; {right}"
     wrong = [one for one in given if not isinstance(one, of) or isinstance(one, bool)]
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
+
+
+def _is_array(values: Any, kinds: str, size: int) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype.kind in kinds and values.shape == (size,)
 
 
 def _gave(value: Any) -> str:

@@ -1,10 +1,9 @@
-"""How hard questions are for the current policy, read from graded groups: success counts, bands, and what to store.
+"""How hard questions are for the current policy, read from graded groups: success counts, and bands.
 
 Groups are read as numbers of successes, or by continuous rewards (arXiv 2510.02245, section 5.3).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import BucketBy
 
 
 class Evidence(NamedTuple):
@@ -82,45 +80,3 @@ BANDS: dict[Band, Callable[[Doubles, int], Mask]] = {
 Bands of the preliminary study (arXiv 2510.02245). easy: [75, 100) %, medium: (25, 75] %, hard: (0, 25] %. Exactly 75 %
 is in two of them, as the paper has it; each of its runs trains on one band. all: always.
 """
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """What a step's groups say about their questions.
-
-    Attributes:
-        counts: evidence of the groups of one step, and K, to their success counts [G].
-        admitted: a batch, and the reward of a success, to whether each row [N] is worth storing.
-        progress: the fresh rewards [N] of a step, and the reward of a success, to the number by which replay starts.
-    """
-
-    counts: Callable[[Evidence, int], Doubles]
-    admitted: Callable[[StepBatch, float], Mask]
-    progress: Callable[[Doubles, float], float]
-
-
-def pass_rate(rewards: Doubles, success: float) -> float:
-    """The fraction of successes among rewards [N], N >= 1."""
-    return float(np.mean(is_success(rewards, success)))
-
-
-def mean_reward(rewards: Doubles, success: float) -> float:
-    """The mean of rewards [N]: continuous ones may never reach `success`."""
-    return float(rewards.mean())
-
-
-def successes(batch: StepBatch, success: float) -> Mask:
-    """The fresh rows that are successes."""
-    return batch.fresh & is_success(batch.reward, success)
-
-
-def better_than_mean(batch: StepBatch, success: float) -> Mask:
-    """The fresh rows whose advantage was positive, whatever `success` is."""
-    return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
-
-
-BUCKETS: dict[BucketBy, Buckets] = {
-    "success_count": Buckets(success_counts, successes, pass_rate),
-    "reward_deviation": Buckets(deviation_counts, better_than_mean, mean_reward),
-}
-"""By the name that `experience.bucket_by` gives it."""

@@ -11,9 +11,9 @@ from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Units
-from exgrpo.train.replay.difficulty import BUCKETS, Evidence, count_successes
+from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
 from exgrpo.train.replay.stored import Stored, pack
-from exgrpo.train.replay.table import Origin, Table
+from exgrpo.train.replay.table import OF_ORIGIN, Table
 
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
@@ -63,7 +63,7 @@ class ExperienceMemory:
         self.shown: Doubles = np.full(questions, float(NEVER))
         self.earlier = self.shown.copy()
         self.table = Table(questions, options.folder)
-        self._buckets = BUCKETS[options.bucket_by]
+        self._counts = deviation_counts if options.bucket_by == "reward_deviation" else success_counts
         self._admit = rules.find("admit", options.admit)
         self._distinct = getattr(self._admit, "distinct", None)
         self.admits_by_scores: bool = getattr(self._admit, "scores", False)
@@ -136,7 +136,7 @@ class ExperienceMemory:
         what the method of that name has given; None: it is asked now.
         """
         evidence, question = self.evidence(batch), batch.question
-        counts = self._buckets.counts(evidence, self.samples)
+        counts = self._counts(evidence, self.samples)
         for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
             self.earlier[of_group], self.shown[of_group] = self.shown[of_group], count
             self.times[of_group] += 1
@@ -209,16 +209,15 @@ class ExperienceMemory:
         self.retired[questions] = True
         self.count[questions] = 0
 
-    def fill(self, trajectories: Sequence[Trajectory], origins: Sequence[Origin], count: Mapping[int, float]) -> None:
+    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **origins: npt.NDArray) -> None:
         """Begin with answers from elsewhere, whatever would store them.
 
         Args:
             trajectories: [N] distinct answers, oldest first; their questions are not retired.
-            origins: [N] of each.
             count: success count in [1, K-1] of each of their questions.
+            origins: [N] columns of `table.OF_ORIGIN`; one that is not named is 0.
         """
-        of_rows = {name: np.array([getattr(one, name) for one in origins]) for name in Origin.__dataclass_fields__}
-        self.table.fill(pack(trajectories, self.setting.options.folder), of_rows)
+        self.table.fill(pack(trajectories, self.setting.options.folder), **origins)
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question
@@ -226,7 +225,7 @@ class ExperienceMemory:
     def arrays(self) -> dict[str, npt.NDArray]:
         """The state besides the trajectories, for `restore`."""
         of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
-        of_rows = {name: self.table.column(name).copy() for name in Origin.__dataclass_fields__}
+        of_rows = {name: self.table.column(name).copy() for name in OF_ORIGIN}
         return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
 
     def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
@@ -234,7 +233,7 @@ class ExperienceMemory:
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
-        self.table.fill(trajectories, {name: arrays[name] for name in Origin.__dataclass_fields__})
+        self.table.fill(trajectories, **{name: arrays[name] for name in OF_ORIGIN})
 
     def _same(self, at: int, row: int) -> bool:
         """Whether two stored answers are the same."""

@@ -7,7 +7,7 @@ import numpy as np
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay
+from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
 from exgrpo.train.replay.replayed import Weigher
 
 STEPS = 6
@@ -34,14 +34,8 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
     made_up = _MadeUp(success)
     # With all that a run has to wait for, nothing would be replayed in a few steps.
     options = experience.model_copy(update={"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "folder": None})
-    replay = Replay(
-        *(options, QUESTIONS, samples),
-        seed=0,
-        success=success,
-        scale_by_std=objective.scale_by_std,
-        baseline=objective.baseline,
-        beta1=objective.beta1,
-    )
+    setting = Setting(options, samples, success, objective.scale_by_std, objective.baseline, objective.beta1)
+    replay = Replay(setting, QUESTIONS, seed=0)
     weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)

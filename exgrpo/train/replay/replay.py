@@ -11,16 +11,16 @@ import numpy as np
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
-from exgrpo.train.common.success import RewardWatch
+from exgrpo.train.common.success import RewardWatch, is_success
 from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import Baseline, ExperienceConfig, Setting
+from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.candidates import RULES, Candidates, MeanScores
+from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
-from exgrpo.train.replay.difficulty import BANDS, BUCKETS, pass_rate, success_counts
+from exgrpo.train.replay.difficulty import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.stored import Stored
-from exgrpo.train.replay.supply import DelayedStart, FreshQuestions, Mixture, Supply, settles
+from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 ScoreAll = Callable[[StepBatch], MeanScores]
 """Scores the rows of a batch under the current policy at temperature 1."""
@@ -55,20 +55,15 @@ class Replay:
     the same decisions from the same groups.
 
     Args:
-        config: how experience is kept and drawn.
+        setting: how experience is kept and drawn, K, and what a success is.
         questions: number of questions; they are known by index 0..questions-1.
-        samples: K, answers per question.
         seed: of the draws.
-        success: a reward of at least this is a success.
-        success_option: name of the option that sets `success`, for notes.
-        scale_by_std: stored advantages are divided by the standard deviation of their group.
-        baseline: of stored advantages, as `objective.baseline`.
-        beta1: of the baseline log_mean_exp.
+        success_option: name of the option that says what a success is, for notes.
         mixture: the sources of the questions and their weights; None: they are one source.
 
     Attributes:
         memory: what is stored, and which questions are retired.
-        latch: whether replay has begun.
+        open: whether replay has begun: for good, once a step's batch Pass@1 has exceeded `start_pass_rate`.
         watch: whether rewards fit `success`.
         pool: the fresh questions.
         rng: draws what is replayed.
@@ -79,35 +74,28 @@ class Replay:
 
     def __init__(
         self,
-        config: ExperienceConfig,
+        setting: Setting,
         questions: int,
-        samples: int,
         seed: int,
         *,
-        success: float = 1.0,
         success_option: str = "success",
-        scale_by_std: bool = False,
-        baseline: Baseline = "mean",
-        beta1: float = 1.0,
         mixture: Mixture | None = None,
     ) -> None:
-        self.config = config
-        self.setting = Setting(config, samples, success, scale_by_std, baseline, beta1)
-        self.memory = ExperienceMemory(questions, self.setting)
-        self.latch = DelayedStart(config.start_pass_rate)
-        self.watch = RewardWatch(success, success_option)
+        self.setting, self.config = setting, setting.options
+        self.memory = ExperienceMemory(questions, setting)
+        self.open = self.config.start_pass_rate == 0
+        self.watch = RewardWatch(setting.success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
-        self._progress = BUCKETS[config.bucket_by].progress
-        self._rule = RULES[config.trajectory]
-        self._prioritise = rules.find("prioritise", config.prioritise)
-        self._compose = rules.find("compose", config.compose)
-        self._settle = settles(self._compose)
+        self._rule = RULES[self.config.trajectory]
+        self._prioritise = rules.find("prioritise", self.config.prioritise)
+        self._compose = rules.find("compose", self.config.compose)
+        self._settle = getattr(self._compose, "settle", None)
 
     @property
     def active(self) -> bool:
         """Whether the next step replays, and stores what it collects."""
-        return self.latch.open and self.config.ratio > 0
+        return self.open and self.config.ratio > 0
 
     @property
     def finished(self) -> bool:
@@ -146,11 +134,11 @@ class Replay:
         Returns:
             G groups of replayed rows, perhaps of none.
         """
-        table, rule = self.memory.table, self._rule
+        table = self.memory.table
         stored = [table.of_question(group.question) if group.choose else [] for group in planned]
         rows = np.array([*chain.from_iterable(stored)], np.int64)
         unknown = np.full(len(rows), np.nan)
-        scored = rule.scored and len(rows)
+        scored = self.config.trajectory not in UNSCORED and len(rows)
         entropy, nll = score(self._answers(planned, stored)) if scored else MeanScores(unknown, unknown)
         joined: list[list[int]] = []
         entropies: list[float] = []
@@ -159,8 +147,7 @@ class Replay:
             left, chosen = list(range(end - len(of_group), end)), []
             for _ in range(group.choose):
                 scores = MeanScores(entropy[left], nll[left])
-                candidates = Candidates(table.values("length", rows[left]), scores)
-                chosen.append(left.pop(rule.choose(candidates, self.rng)))
+                chosen.append(left.pop(self._rule(table.values("length", rows[left]), scores, self.rng)))
             joined.append([*rows[chosen].tolist(), *group.rows])
             entropies += [*entropy[chosen], *([np.nan] * len(group.rows))]
         return self._join(planned, joined, entropies)
@@ -233,10 +220,13 @@ class Replay:
             step: its number.
             admitted: [N] what `admitted` has given for them; None: it is asked now.
         """
-        success, rewards = self.setting.success, batch.reward[batch.fresh]
+        rewards = batch.reward[batch.fresh]
+        rate = float(is_success(rewards, self.setting.success).mean())
         self.memory.update(batch, step, collect=self.active, admitted=admitted)
-        self.latch.observe(self._progress(rewards, success))
-        return TakenIn(pass_rate(rewards, success), self.watch.observe(rewards))
+        # Continuous rewards may never reach `success`.
+        progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
+        self.open |= progress > self.config.start_pass_rate
+        return TakenIn(rate, self.watch.observe(rewards))
 
     def _generators(self) -> dict[str, np.random.Generator]:
         return {"pool": self.pool.rng, "replay": self.rng}
@@ -245,7 +235,7 @@ class Replay:
         """The state between two steps."""
         return ReplayState(
             values={
-                "replay_open": self.latch.open,
+                "replay_open": self.open,
                 "pool_position": self.pool.position.tolist(),
                 "rewards_seen": self.watch.state(),
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
@@ -257,7 +247,7 @@ class Replay:
     def restore(self, state: ReplayState) -> None:
         """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
         values, arrays = state.values, state.arrays
-        self.latch.open = values["replay_open"]
+        self.open = values["replay_open"]
         self.pool.position = np.array(values["pool_position"], np.int64)
         self.pool.order = arrays["pool_order"].copy()
         self.watch.restore(values["rewards_seen"])
@@ -288,7 +278,7 @@ def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, flo
         "replayed_age": float(ages.mean()) if len(ages) else math.nan,
         "replayed_times": float(replays.mean()) if len(replays) else math.nan,
         "replayed_times_max": int(replays.max()) if len(replays) else math.nan,
-        "replay_open": float(replay.latch.open),
+        "replay_open": float(replay.open),
         "buffer_questions": len(memory),
         "buffer_trajectories": memory.trajectory_count,
         "retired": int(memory.retired.sum()),

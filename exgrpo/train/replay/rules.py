@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from exgrpo.train.common.errors import ConfigError, MethodError, cause, nearest, place_in
+from exgrpo.train.common.errors import ConfigError, MethodError, cause, place_in
 from exgrpo.train.common.functions import needs as needs
 from exgrpo.train.common.step_batch import SCORES
 from exgrpo.train.config.replay import KINDS, Kind
@@ -82,24 +82,21 @@ def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> Non
     asked = ARGUMENTS[kind]
     try:
         takes = inspect.signature(function)
+        takes.bind(*asked)
     except ValueError:  # of what is written in C
         return
-    try:
-        takes.bind(*asked)
     except TypeError:
         raise ConfigError(f"{label}: it takes {takes}, and it is called with ({', '.join(asked)})") from None
 
 
 def _hint(error: Exception, kind: str) -> str:
-    """What else a person may need to know of what one of their functions raised."""
-    if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("exgrpo."):
-        if kind == "weigh" and error.name == "log_prob":
-            return '; `log_prob` of the batch needs @needs(present="values")'
-        if kind in ("admit", "settle") and error.name in SCORES:
-            return f"; `{error.name}` of the batch needs @needs(scores=True)"
-        there = [
-            name for name in dir(error.obj) if not (name.startswith("_") or callable(getattr(type(error.obj), name, 0)))
-        ]
-        near = nearest(str(error.name), there)
-        return (f"; did you mean {near!r}?" if near else ";") + f" there are {', '.join(there)}"
-    return ""
+    """What else a person needs to know of what one of their functions raised."""
+    if not isinstance(error, AttributeError) or not type(error.obj).__module__.startswith("exgrpo."):
+        return ""
+    if kind == "weigh" and error.name == "log_prob":
+        return '; `log_prob` of the batch needs @needs(present="values")'
+    if kind in ("admit", "settle") and error.name in SCORES:
+        return f"; `{error.name}` of the batch needs @needs(scores=True)"
+    kind_of = type(error.obj)
+    there = [name for name in dir(error.obj) if name[0] != "_" and not callable(getattr(kind_of, name, None))]
+    return f"; there are {', '.join(there)}"

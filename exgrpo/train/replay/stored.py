@@ -99,32 +99,23 @@ class TokenBlocks:
         self._living: dict[int, int] = {}
         self._last, self._used, self._room = -1, 0, 0
 
-    def append(
-        self,
-        response: TokenIds,
-        log_prob: npt.NDArray[np.float32],
-        observed: Mask | None,
-        kept: KeptSets | None = None,
-    ) -> tuple[int, int]:
-        """Store tokens in one block; `observed` None: the policy wrote all of them.
-
-        Returns:
-            the number of the block, and where they begin there.
+    def append(self, tokens: Tokens) -> tuple[int, int]:
+        """Store tokens in one block; returns its number, and where they begin there.
 
         Raises:
             ConfigError: there is no space for a file in the folder.
         """
-        self._make_room(len(response))
-        number, start, end = self._last, self._used, self._used + len(response)
+        size = len(tokens.response)
+        self._make_room(size)
+        number, start, end = self._last, self._used, self._used + size
         block = self.contents[number]
-        block.response[start:end] = response
-        block.log_prob[start:end] = log_prob
-        if observed is not None and observed.any():
-            block.observed[start:end] = observed
-        if kept is not None or block.kept is not None:
-            self._append_sets(kept or KeptSets.whole(len(response)))
+        block.response[start:end], block.log_prob[start:end] = tokens.response, tokens.log_prob
+        if tokens.observed.any():
+            block.observed[start:end] = tokens.observed
+        if tokens.kept is not None or block.kept is not None:
+            self._append_sets(tokens.kept or KeptSets.whole(size))
         self._used = end
-        self._living[number] += len(response)
+        self._living[number] += size
         return number, start
 
     def _append_sets(self, kept: KeptSets) -> None:
@@ -154,7 +145,7 @@ class TokenBlocks:
             self._make_room(int(length[first]))
             begin = int(starts[first])
             last = int(np.searchsorted(ends, begin + self._room - self._used, side="right"))
-            number, start = self.append(*tokens.part(begin, int(ends[last - 1])))
+            number, start = self.append(tokens.part(begin, int(ends[last - 1])))
             places.block[first:last] = number
             places.start[first:last] = starts[first:last] - begin + start
             first = last
@@ -194,7 +185,7 @@ class TokenBlocks:
 def check_folder(folder: Path | None) -> None:
     """Whether tokens can be kept in a folder. Raises ConfigError."""
     if folder is not None:
-        TokenBlocks(folder).append(np.zeros(1, np.int32), np.zeros(1, np.float32), None)
+        TokenBlocks(folder).append(_tokens(1, None))
 
 
 def gather(contents: Mapping[int, Tokens], places: Places) -> Tokens:
@@ -291,7 +282,10 @@ class Stored(Sequence[Trajectory]):
 def pack(trajectories: Sequence[Trajectory], folder: Path | None = None) -> Stored:
     """Trajectories as columns, their tokens in RAM or in files of a folder; raises as `TokenBlocks.append`."""
     blocks = TokenBlocks(folder)
-    placed = [blocks.append(one.response, one.log_prob, one.observed, one.kept) for one in trajectories]
+    placed = []
+    for one in trajectories:
+        observed = np.zeros(len(one.response), bool) if one.written is None else ~one.written
+        placed.append(blocks.append(Tokens(one.response, one.log_prob, observed, one.kept)))
     found = {
         **{name: [getattr(one, name) for one in trajectories] for name in OF_TRAJECTORY},
         "behaviour": [BEHAVIOURS.index(one.behaviour) for one in trajectories],

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.step_batch import Ints, StepBatch
+from exgrpo.train.common.step_batch import Ints
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay.candidates import Priority, Units, draw
 from exgrpo.train.replay.contract import PlannedGroup
@@ -25,20 +25,6 @@ from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.table import Table
 
 Kind = Literal["buffered", "prompts", "stored"]
-Compose = Callable[["Supply"], Sequence[PlannedGroup]]
-Settle = Callable[[StepBatch, "Supply"], Sequence[int | PlannedGroup]]
-
-
-class DelayedStart:
-    """A one-way latch: closed until a step's batch Pass@1 exceeds the threshold, then open for good."""
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-        self.open = threshold == 0
-
-    def observe(self, pass_rate: float) -> None:
-        """Take in the fraction of correct fresh rollouts of a step; it counts from the next step on."""
-        self.open = self.open or pass_rate > self.threshold
 
 
 @dataclass(frozen=True)
@@ -73,8 +59,6 @@ class FreshQuestions:
     def __init__(self, questions: int, rng: np.random.Generator, mixture: Mixture | None = None) -> None:
         self.rng = rng
         sizes = mixture.sizes if mixture else (questions,)
-        if sum(sizes) != questions:
-            raise ValueError(f"mixture: sizes of {sum(sizes)} questions together, and there are {questions}")
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._starts = self._ends - np.array(sizes, np.int64)
         self._weights = np.array(mixture.weights) if mixture else None
@@ -186,11 +170,6 @@ class Supply:
         """A group for each of some stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
-
-
-def settles(compose: Compose) -> Settle | None:
-    """The function that decides after grading; None: what was planned is trained on."""
-    return getattr(compose, "settle", None)
 
 
 def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:

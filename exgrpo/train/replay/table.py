@@ -6,8 +6,7 @@ the others are moved together. What a column has held for a row stays in that ar
 rows of one moment without a copy.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,9 @@ OF_ORIGIN: dict[str, type[np.generic]] = {
     "answers": np.int64,
     "replays": np.int64,
 }
+"""Of an answer its advantage in its own group, of which m of F answers that count were successes, and its replays."""
 COLUMNS = OF_TRAJECTORY | OF_PLACE | OF_ORIGIN
 """What is known of a row."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a group says of each of its answers when they are stored, and what became of them.
-
-    Attributes:
-        advantage: of the answer in its own group.
-        successes: m of the group.
-        answers: F of the group: the answers that count.
-        replays: how often it has been replayed.
-    """
-
-    advantage: float = 0.0
-    successes: int = 0
-    answers: int = 0
-    replays: int = 0
 
 
 class Table:
@@ -145,7 +128,7 @@ class Table:
 
         Args:
             batch: answers that each have a token.
-            origins: [N] fields of `Origin`; of one that is not named it is 0.
+            origins: [N] columns of `OF_ORIGIN`; one that is not named is 0.
         """
         first, self._size = self._size, self._size + len(batch)
         if self._size > len(self._alive):
@@ -232,18 +215,13 @@ class Table:
         self._newest[:] = NONE
         self._newest[question[order]] = order  # of equal ones the last, which is the newest
 
-    def fill(self, answers: Stored, origins: Mapping[str, npt.NDArray]) -> None:
-        """Replace all rows.
-
-        Args:
-            answers: [N], oldest first.
-            origins: [N] each field of `Origin`, by name.
-        """
-        size = len(answers)
+    def fill(self, stored: Stored, **origins: npt.NDArray) -> None:
+        """Replace all rows by N answers, oldest first, and their origins, as `add` takes them."""
+        size = len(stored)
         room = max(FEWEST, size)
-        found = {**answers.columns, **origins}
+        found = {**dict.fromkeys(OF_ORIGIN, np.zeros(size)), **stored.columns, **origins}
         self._columns = {name: _resized(found[name].astype(dtype), room) for name, dtype in COLUMNS.items()}
-        self.blocks.adopt(answers.contents, answers.places)
+        self.blocks.adopt(stored.contents, stored.places)
         self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
         self._size, self._rows = size, None
         self.held = np.bincount(self.column("question"), minlength=len(self.held))

@@ -116,7 +116,7 @@ class Run:
     def _start_experience(self) -> Started | None:
         pretrained, stop = self.parts.inputs.pretrained, self.config.rollout.stop
         vocabulary = pretrained.model.config.get_text_config().vocab_size
-        encoding = Encoding.of(pretrained.tokenizer, pretrained.eos, vocabulary, stop)
+        encoding = Encoding(pretrained.tokenizer, pretrained.eos, vocabulary, stop)
         return start_experience(Beginning.of(self.parts.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -14,10 +16,9 @@ from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
 from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.replay import ExperienceConfig, Setting
+from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
-from exgrpo.train.replay.table import Origin
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, read_traces
@@ -42,7 +43,6 @@ class Beginning:
     """A run before its first step, whichever trainer does it.
 
     Attributes:
-        options: of the experience.
         questions: those that are trained on.
         replay: its memory is filled.
         max_tokens: of an answer.
@@ -53,7 +53,6 @@ class Beginning:
         cuts: whether it knows the words that tokens were drawn from; if not, their log-probs are over all words.
     """
 
-    options: ExperienceConfig
     questions: Sequence[Question]
     replay: Replay
     max_tokens: int
@@ -78,7 +77,6 @@ class Beginning:
             return answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
 
         return cls(
-            options=config.experience,
             questions=trainer.questions,
             replay=trainer.replay,
             max_tokens=config.rollout.max_tokens,
@@ -94,56 +92,47 @@ class Encoding:
     """How the run's model reads and writes text.
 
     Attributes:
-        encode: texts to their token ids, without the special tokens around a text.
-        decode: token ids to text, special tokens kept.
-        read: token ids to text, special tokens left out.
-        eos: ids of all tokens that end an answer; the first is appended to a text that has ended.
+        tokenizer: of transformers.
+        eos: ids of all tokens that end an answer; a text that has ended gets the tokenizer's own one.
         vocabulary: number of token ids that the model knows.
         stop: strings that end an answer.
     """
 
-    encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
-    decode: Callable[[Any], str]
-    read: Callable[[Any], str]
-    eos: tuple[int, ...]
+    tokenizer: Any
+    eos: Collection[int]
     vocabulary: int
     stop: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, tokenizer: Any, eos: Collection[int], vocabulary: int, stop: tuple[str, ...] = ()) -> Self:
-        """That of a tokenizer; its own EOS comes first."""
-        return cls(
-            encode=lambda texts: tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [],
-            decode=tokenizer.decode,
-            read=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-            eos=tuple(sorted(eos, key=lambda one: one != tokenizer.eos_token_id)),
-            vocabulary=vocabulary,
-            stop=stop,
-        )
+    def read(self, tokens: Sequence[int]) -> str:
+        """Token ids as text, special tokens left out."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def same_tokens(self, trace: Trace, question: Question) -> bool:
         """Whether the trace's token ids are this model's: they mean the same prompt and the same answer."""
-        ids = trace.tokens
-        if ids is None or trace.prompt is None or tuple(trace.prompt.tolist()) != question.prompt:
+        ids, prompt = trace.response_ids, trace.prompt_ids
+        if ids is None or prompt is None or tuple(prompt.tolist()) != question.prompt:
             return False
         if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
             return False
         answer = Rollout(ids, trace.finished, written=trace.written)
-        return text_of(answer, self.decode, question.stops(self.stop)) == trace.response
+        return text_of(answer, self.tokenizer.decode, question.stops(self.stop)) == trace.response
 
     def tokens(self, traces: Sequence[Trace]) -> list[tuple[TokenIds, bool]]:
         """The texts of traces as token ids [R], and whether they end; an empty text has no tokens.
 
         What has ended ends with EOS, and nothing comes behind the first EOS.
         """
+        texts = [trace.response for trace in traces]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        eos = min(self.eos, key=lambda one: one != self.tokenizer.eos_token_id)
         found = []
-        for trace, ids in zip(traces, self.encode([trace.response for trace in traces]), strict=True):
+        for trace, ids in zip(traces, encoded, strict=True):
             array = np.array(ids, np.int32)
-            ends = np.flatnonzero(np.isin(array, self.eos))
+            ends = np.flatnonzero(np.isin(array, list(self.eos)))
             if len(ends):
                 found.append((array[: ends[0] + 1], True))
             elif trace.finished and len(array):
-                found.append((np.append(array, np.int32(self.eos[0])), True))
+                found.append((np.append(array, np.int32(eos)), True))
             else:
                 found.append((array, trace.finished))
         return found
@@ -151,74 +140,45 @@ class Encoding:
 
 @dataclass
 class Started:
-    """What a run has begun with: how many traces were stored, left out and changed.
+    """What a run has begun with.
 
     Attributes:
         source: file or folder.
-        read: traces in it.
         stored: trajectories.
         questions: how many questions they belong to.
-        unknown: left out, since their question is not among the training questions.
-        long: left out, since they have more tokens than an answer may have.
-        empty: left out, since they have no token.
-        observing: left out, since an environment wrote some of their tokens, which are not those of this model.
-        repeated: left out, since the same answer comes again later.
-        encoded: their text was encoded, since the file has no tokens of this model.
-        graded: had no reward.
-        scored: their log-probs were computed by this run's policy.
-        certain: have no log-probs, so that their writer counts as certain.
+        changed: how many lacked something, by what was done.
+        left_out: how many were left out, by the reason.
     """
 
     source: str
-    read: int = 0
     stored: int = 0
     questions: int = 0
-    unknown: int = 0
-    long: int = 0
-    empty: int = 0
-    observing: int = 0
-    repeated: int = 0
-    encoded: int = 0
-    graded: int = 0
-    scored: int = 0
-    certain: int = 0
-
-    def _counted(self, *names: tuple[str, str]) -> str:
-        return ", ".join(f"{count} {words}" for name, words in names if (count := getattr(self, name)))
-
-    @property
-    def left_out(self) -> str:
-        """How many were left out, and why."""
-        return self._counted(
-            ("unknown", "to questions that are not trained on"),
-            ("long", "longer than an answer may be"),
-            ("empty", "without a token"),
-            ("observing", "with replies of an environment in tokens of another model"),
-            ("repeated", "repeated"),
-        )
+    changed: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        changed = self._counted(
-            ("encoded", "encoded from text"),
-            ("graded", "graded"),
-            ("scored", "with log-probs of this run's policy"),
-            ("certain", "without log-probs: their writer counts as certain"),
-        )
         of = f"the experience starts with {self.stored} answers to {self.questions} questions from {self.source}"
-        return of + (f"; {changed}" if changed else "") + (f"; left out: {self.left_out}" if self.left_out else "")
+        changed, left_out = _told(self.changed), _told(self.left_out)
+        return of + (f"; {changed}" if changed else "") + (f"; left out: {left_out}" if left_out else "")
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A trace on its way: its question and tokens, and what is still to come."""
+    """A trace on its way: what it becomes, its text if it is to be graded, and what is known of its group.
 
-    trace: Trace
+    The reward of `one` is NaN, and its behaviour "unknown", until they are known.
+    """
+
     question: Question
-    tokens: TokenIds
-    finished: bool
-    own_tokens: bool
-    reward: float | None
-    key: int
+    one: Trajectory
+    text: str | None
+    advantage: float | None
+    successes: int
+    answers: int
 
 
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
@@ -238,22 +198,22 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
         DataError: on every rank, where the file cannot be read or nothing of it can be used.
         RewardError: on every rank, where the reward of an answer is no number.
     """
-    options, setting = run.options, run.replay.setting
-    if options.start is None:
+    setting = run.replay.setting
+    if setting.options.start is None:
         return None
-    started = Started(str(options.start))
+    started = Started(str(setting.options.start))
     rows = agree(run.world, lambda: _read(run, encoding, started))
     _check_alike(run.world, rows, started)
     _grade(run, rows, started)
-    rows = _distinct(rows, getattr(rules.find("admit", options.admit), "distinct", None), started)
-    started.encoded = sum(not row.own_tokens for row in rows)
-    trajectories = _trajectories(run, rows, started)
-    counts = success_counts(trajectories, [row.trace for row in rows], setting)
-    origins = [
-        _origin(trajectory, row.trace, counts[trajectory.question], setting)
-        for trajectory, row in zip(trajectories, rows, strict=True)
-    ]
-    run.replay.memory.fill(trajectories, origins, counts)
+    rows = _distinct(rows, getattr(rules.find("admit", setting.options.admit), "distinct", None), started)
+    _score(run, rows, started)
+    counts = _success_counts(rows, setting)
+    origins = {
+        "advantage": np.array([_advantage(row, counts[row.question.index], setting) for row in rows]),
+        "successes": np.array([row.successes for row in rows]),
+        "answers": np.array([row.answers for row in rows]),
+    }
+    run.replay.memory.fill([row.one for row in rows], counts, **origins)
     started.stored, started.questions = len(rows), len(counts)
     return started
 
@@ -262,57 +222,71 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
     """The traces that can be used, in the order of the file."""
     questions = Questions(run.questions, encoding.read)
     rows: list[_Row] = []
-    traces = read_traces(run.options.start) if run.options.start else iter(())
+    traces = read_traces(Path(started.source))
     while chunk := list(islice(traces, CHUNK)):
-        started.read += len(chunk)
-        for row in _encoded(chunk, questions, encoding, started):
-            if not len(row.tokens):
-                started.empty += 1
-            elif len(row.tokens) > run.max_tokens:
-                started.long += 1
+        found = [(trace, question) for trace in chunk if (question := questions.find(trace))]
+        started.left_out["to questions that are not trained on"] += len(chunk) - len(found)
+        same = [encoding.same_tokens(trace, question) for trace, question in found]
+        others = iter(encoding.tokens([trace for (trace, _), own in zip(found, same, strict=True) if not own]))
+        for (trace, question), own in zip(found, same, strict=True):
+            tokens, finished = (trace.response_ids, trace.finished) if own else next(others)
+            assert tokens is not None
+            if trace.written is not None and not own:  # its text does not say who wrote what
+                started.left_out["with replies of an environment in tokens of another model"] += 1
+            elif not len(tokens):
+                started.left_out["without a token"] += 1
+            elif len(tokens) > run.max_tokens:
+                started.left_out["longer than an answer may be"] += 1
             else:
-                rows.append(row)
+                started.changed["encoded from text"] += not own
+                rows.append(_row(run, question, trace, tokens, finished, own=own))
     if not rows:
-        reason = f"of its {started.read} rows, {started.left_out}" if started.read else "it has no rows"
+        reason = _told(started.left_out) or "it has no rows"
         raise DataError(f"experience.start: nothing in {started.source} can be used: {reason}")
     return rows
 
 
-def _encoded(traces: Sequence[Trace], questions: Questions, encoding: Encoding, started: Started) -> Iterator[_Row]:
-    """The traces of known questions in tokens of the run's model."""
-    found = [(trace, question) for trace in traces if (question := questions.find(trace))]
-    started.unknown += len(traces) - len(found)
-    same = [encoding.same_tokens(trace, question) for trace, question in found]
-    others = iter(encoding.tokens([trace for (trace, _), own in zip(found, same, strict=True) if not own]))
-    for (trace, question), own in zip(found, same, strict=True):
-        tokens, finished = (trace.tokens, trace.finished) if own else next(others)
-        assert tokens is not None
-        if trace.written is not None and not own:  # its text does not say who wrote what
-            started.observing += 1
-            continue
-        # What is needed no more is not kept: there may be a million traces.
-        short = replace(trace, question=None, gold=None, prompt=None)
-        yield _Row(short, question, tokens, finished, own, trace.reward, trace.key)
+def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
+    """A trace whose tokens are the file's own, or not, with the log-probs that the options let it keep."""
+    rule = run.replay.setting.options.start_log_prob
+    kept = trace.kept if own and run.cuts else None
+    may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
+    may = may and own and kept is trace.kept and trace.behaviour != "unknown"
+    known = trace.log_prob if may else None
+    one = Trajectory(
+        question=question.index,
+        response=tokens,
+        log_prob=np.zeros(len(tokens), np.float32) if known is None else known,
+        finished=finished,
+        reward=math.nan if trace.reward is None else trace.reward,
+        step=0,
+        behaviour="unknown" if known is None else trace.behaviour or "engine",
+        key=trace.key,
+        written=trace.written,
+        kept=kept,
+    )
+    text = trace.response if trace.reward is None else None
+    return _Row(question, one, text, trace.advantage, trace.group_successes, trace.group_answers)
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
     """Ranks decide alike only if they have read the same."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(row.question.index.to_bytes(8, "little") + row.tokens.tobytes())
+        digest.update(row.question.index.to_bytes(8, "little") + row.one.response.tobytes())
     if len(set(world.gather(digest.hexdigest()))) > 1:
         raise DataError(f"experience.start: the processes have read different rows from {started.source}")
 
 
 def _grade(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     """Give rewards to the rows without one."""
-    missing = [row for row in rows if row.reward is None]
-    started.graded = len(missing)
+    missing = [(row, row.text) for row in rows if row.text is not None]
+    started.changed["graded"] = len(missing)
     for first in range(0, len(missing), CHUNK):
         chunk = missing[first : first + CHUNK]
-        found = run.grade([Answer(row.question, row.trace.response, row.tokens) for row in chunk])
-        for row, (reward, key) in zip(chunk, found, strict=True):
-            row.reward, row.key = reward, key
+        found = run.grade([Answer(row.question, text, row.one.response) for row, text in chunk])
+        for (row, _), (reward, key) in zip(chunk, found, strict=True):
+            row.one = replace(row.one, reward=reward, key=key)
 
 
 def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[_Row]:
@@ -321,83 +295,53 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
         return rows
     kept: dict[tuple[int, int | bytes], _Row] = {}
     for row in rows:
-        same = (row.question.index, row.key if distinct == "key" and row.key else row.tokens.tobytes())
+        same = (row.question.index, row.one.key if distinct == "key" and row.one.key else row.one.response.tobytes())
         kept.pop(same, None)
         kept[same] = row
-    started.repeated += len(rows) - len(kept)
+    started.left_out["repeated"] += len(rows) - len(kept)
     return list(kept.values())
 
 
-def _trajectories(run: Beginning, rows: Sequence[_Row], started: Started) -> list[Trajectory]:
-    """The rows with their rewards and the log-probs that the options ask for."""
-    rule = run.options.start_log_prob
-    trajectories = []
-    for row in rows:
-        trace = row.trace
-        assert row.reward is not None
-        one = Trajectory(
-            question=row.question.index,
-            response=row.tokens,
-            log_prob=np.zeros(len(row.tokens), np.float32),
-            finished=row.finished,
-            reward=row.reward,
-            step=0,
-            behaviour="unknown",
-            key=row.key,
-            written=trace.written,
-            kept=trace.kept if row.own_tokens and run.cuts else None,
-        )
-        known = row.own_tokens and one.kept is trace.kept and trace.behaviour != "unknown"
-        known = known and (rule == "keep" or (rule == "recompute" and trace.model == run.model))
-        if known and trace.log_prob is not None:
-            one = replace(one, log_prob=trace.log_prob, behaviour=trace.behaviour or "engine")
-        trajectories.append(one)
-    if rule == "unknown":
-        started.certain = len(rows)
-        return trajectories
-    unknown = [i for i, one in enumerate(trajectories) if one.behaviour == "unknown"]
-    started.scored = len(unknown)
+def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
+    """Give log-probs to the rows without them, if the options ask for it."""
+    if run.replay.setting.options.start_log_prob == "unknown":
+        started.changed["without log-probs: their writer counts as certain"] = len(rows)
+        return
+    unknown = [row for row in rows if row.one.behaviour == "unknown"]
+    started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        batch = StepBatch.of_answers(
-            [np.array(rows[i].question.prompt, np.int32) for i in chunk],
-            [trajectories[i].rollout for i in chunk],
-        )
-        batch.fill(question=[rows[i].question.index for i in chunk])
+        prompts = [np.array(row.question.prompt, np.int32) for row in chunk]
+        batch = StepBatch.of_answers(prompts, [row.one.rollout for row in chunk])
+        batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)
-        for place, i in enumerate(chunk):
-            trajectories[i] = replace(trajectories[i], log_prob=log_prob[batch.at(place)], behaviour="trainer")
-    return trajectories
+        for place, row in enumerate(chunk):
+            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], behaviour="trainer")
 
 
-def success_counts(trajectories: Sequence[Trajectory], traces: Sequence[Trace], setting: Setting) -> dict[int, float]:
-    """The success count of each question with trajectories, on the scale of K, inside [1, K-1].
-
-    K m / F of the latest group that is known, else of the stored answers themselves.
-    """
-    of_groups: dict[int, float] = {}
+def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
+    """The success count K m / F of each question, inside [1, K-1]: of its latest known group, else of its rows."""
+    of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
-    for one, trace in zip(trajectories, traces, strict=True):
-        successes.setdefault(one.question, []).append(bool(is_success(one.reward, setting.success)))
-        if trace.answers:
-            of_groups[one.question] = trace.successes / trace.answers
+    for row in rows:
+        successes.setdefault(row.question.index, []).append(bool(is_success(row.one.reward, setting.success)))
     return {
         question: float(np.clip(setting.samples * of_groups.get(question, np.mean(right)), 1, setting.samples - 1))
         for question, right in successes.items()
     }
 
 
-def _origin(one: Trajectory, trace: Trace, count: float, setting: Setting) -> Origin:
-    """What is known of the group that it was written in; an advantage that is not is that of a group of this count."""
-    advantage = trace.advantage
-    if advantage is None:
-        rate = count / setting.samples
-        value = rate * setting.success
-        if setting.baseline == "log_mean_exp":
-            value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
-        advantage = one.reward - value
-        if setting.scale_by_std:
-            advantage /= math.sqrt(rate * (1 - rate))
-        if setting.baseline == "leave_one_out":
-            advantage *= setting.samples / (setting.samples - 1)
-    return Origin(advantage, trace.successes, trace.answers, 0)
+def _advantage(row: _Row, count: float, setting: Setting) -> float:
+    """In the group that it was written in; where it is not known, that in a group of this success count."""
+    if row.advantage is not None:
+        return row.advantage
+    rate = count / setting.samples
+    value = rate * setting.success
+    if setting.baseline == "log_mean_exp":
+        value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+    advantage = row.one.reward - value
+    if setting.scale_by_std:
+        advantage /= math.sqrt(rate * (1 - rate))
+    if setting.baseline == "leave_one_out":
+        advantage *= setting.samples / (setting.samples - 1)
+    return advantage

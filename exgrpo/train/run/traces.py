@@ -1,89 +1,161 @@
-"""Files of traces: parquet and JSONL, one answer a row, as `export` writes them or from elsewhere.
+"""Files of traces: parquet, JSONL and JSON, one answer a row, as `exgrpo experience` writes them or from elsewhere.
 
-Columns
-    response: the text of the answer. It has to be there, and one of those that name its question:
-    question or problem: the text of the question; prompt_ids: the token ids of its prompt.
-    answer: the gold answer, by which questions of equal text are told apart; what follows the last "####" counts.
-    response_ids, log_prob: [R] tokens of the answer and their log-probs; written: [R] false where an environment wrote
-    the token; kept: [R] lists of the token ids that each was drawn from, empty for all of them; behaviour: who computed
-    the log-probs; model: who wrote the answer. finished, reward, step, key, advantage, group_successes, group_answers,
-    replays: as of a `Trajectory` and its `Origin`.
-Every column but the first may be missing, and a cell may be empty. Other columns are ignored.
+The fields of `Trace` are the columns. A row needs `response`, and one of `question`, `problem` and `prompt_ids`. Every
+other column may be missing, a cell may be empty, and further columns are ignored.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
-from exgrpo.train.common import jsonl
+from exgrpo.train.common import jsonl, plain
 from exgrpo.train.common.errors import DataError, MissingDataError, os_errors_as, shown
-from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
+from exgrpo.train.common.records import Behaviour, KeptSets
+from exgrpo.train.config.section import explain
+from exgrpo.train.data.files import parquet_values
 from exgrpo.train.data.questions import Question
 
-SUFFIXES = (".parquet", ".jsonl")
-NAMES_QUESTION = ("question", "problem", "prompt_ids")
-"""Columns of which a file needs one."""
-TEXTS = ("question", "problem", "answer", "response", "behaviour", "model")
-WHOLE = ("step", "group_successes", "group_answers", "replays", "key")
-LISTS = ("prompt_ids", "response_ids", "log_prob", "written", "kept")
-COLUMNS = (*TEXTS, *WHOLE, *LISTS, "finished", "reward", "advantage")
-BATCH = 1024
-"""Rows that are read at once."""
+SUFFIXES = (".parquet", ".jsonl", ".json")
 ZERO_LOG_PROB = 1e-3
 """A log-prob may be above 0 by so much, which is rounding."""
+Model = TypeVar("Model", bound=BaseModel)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Trace:
-    """An answer from a file; what the file does not say is None.
+def _gold(value: Any) -> Any:
+    """A right answer as text; what follows the last "####" counts."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = str(value) if number else value
+    return text.rpartition("####")[2].strip() if isinstance(text, str) else text
 
-    Attributes:
-        place: file and row.
-        response: the text, without what ended it.
-        question: text of the question.
-        gold: its right answer.
-        prompt: [P] token ids of the question's prompt.
-        tokens: [R] token ids of the answer.
-        log_prob: [R] fp32 of the policy that wrote it.
-        written: [R], whether the policy wrote the token; None: all of them.
-        kept: [R] the words that each token was drawn from; None: all.
-        behaviour: who computed `log_prob`.
-        model: name or path of the policy that wrote it.
-        finished: whether it ended by itself.
-        reward: what a verifier gave.
-        step: training step in which it was written.
-        advantage: in the group that it was written in.
-        successes: m of that group.
-        answers: F of that group.
-        replays: how often it was replayed.
-        key: of its solution; 0: none.
-    """
 
-    place: str
-    response: str
-    question: str | None = None
-    gold: str | None = None
-    prompt: TokenIds | None = None
-    tokens: TokenIds | None = None
-    log_prob: npt.NDArray[np.float32] | None = None
-    written: Mask | None = None
-    kept: KeptSets | None = None
-    behaviour: Behaviour | None = None
-    model: str | None = None
-    finished: bool = True
-    reward: float | None = None
-    step: int | None = None
-    advantage: float | None = None
-    successes: int = 0
-    answers: int = 0
-    replays: int = 0
-    key: int = 0
+def _array(value: Any, kinds: str, what: str) -> npt.NDArray:
+    """[R] values, of these kinds of NumPy."""
+    try:
+        given = np.asarray(value) if len(value) else np.empty(0, np.int32)
+    except (TypeError, ValueError):  # no list, or one of lists of different lengths
+        given = np.empty((0, 0))
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in kinds):
+        raise ValueError(f"it must be a list of {what}")
+    return given
+
+
+def _token_ids(value: Any) -> npt.NDArray[np.int32]:
+    given = _array(value, "iu", "token ids")
+    if len(given) and not 0 <= given.min() <= given.max() < 2**31:
+        raise ValueError("it must be a list of token ids")
+    return given.astype(np.int32)
+
+
+def _log_probs(value: Any) -> npt.NDArray[np.float32]:
+    given = _array(value, "iuf", "numbers").astype(np.float32)
+    if not (np.isfinite(given).all() and (given <= ZERO_LOG_PROB).all()):
+        raise ValueError("it must be finite numbers up to 0")
+    return given
+
+
+def _written(value: Any) -> npt.NDArray[np.bool_]:
+    given = _array(value, "b", "true or false")
+    if not given.any():
+        raise ValueError("it must be true for one token")
+    return given.astype(bool)
+
+
+def _sets(value: Any) -> KeptSets:
+    try:
+        kept = KeptSets.of(list(value))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("it must be a list of lists of token ids") from None
+    if (kept.ids < 0).any() or any(len(np.unique(words)) < len(words) for words in kept.lists()):
+        raise ValueError("it must be lists of token ids, each once")
+    return kept
+
+
+TokenIds = Annotated[npt.NDArray[np.int32], PlainValidator(_token_ids)]
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Trace(BaseModel):
+    """An answer from a file, and what is known of each of its R tokens; what the file does not say is None."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    question: str | None = Field(
+        None, validation_alias=AliasChoices("question", "problem"), description="text of the question"
+    )
+    prompt_ids: TokenIds | None = Field(None, description="token ids of its prompt, as the model reads it")
+    answer: Annotated[str | None, BeforeValidator(_gold)] = Field(None, description="its right answer")
+    response_ids: TokenIds | None = Field(None, description="token ids of the answer, with the token that ends it")
+    response: str = Field(description="text of the answer, without what ends it")
+    log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = Field(
+        None, description="log-probs of these tokens under the policy that wrote them, at the rollout temperature"
+    )
+    written: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = Field(
+        None,
+        description="whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; "
+        "empty: the policy wrote all of them",
+    )
+    kept: Annotated[KeptSets, PlainValidator(_sets)] | None = Field(
+        None,
+        description="the token ids that each token was drawn from, among which its log-prob is, where top-p, top-k "
+        "or min-p left a part of them; empty: all",
+    )
+    behaviour: Behaviour | None = Field(
+        None,
+        description="who computed them: the trainer, before the update of that step, or the rollout engine, in "
+        "sampling; unknown: nobody, and they are 0",
+    )
+    model: str | None = Field(
+        None, description="where the policy began; together with the step it names the policy that wrote the answer"
+    )
+    finished: bool = Field(True, description="whether the answer ended by itself and was not cut at the length limit")
+    reward: Number | None = Field(None, description="what the verifier gave")
+    step: Whole | None = Field(None, description="training step in which it was written")
+    advantage: Number | None = Field(None, description="in the group that it was written in")
+    group_successes: Whole = Field(0, description="successes among the answers of that group that count")
+    group_answers: Whole = Field(0, description="number of those answers; 0: not known")
+    replays: Whole = Field(0, description="how often it was replayed")
+    key: Whole = Field(
+        0, description="hash of the solution that it gives: answers that differ only in form have the same one; 0: none"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _there(cls, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: cell for name, cell in row.items() if cell is not None}
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.question is None and self.prompt_ids is None:
+            raise ValueError("nothing names the question: question, problem and prompt_ids are missing")
+        tokens = np.empty(0, np.int32) if self.response_ids is None else self.response_ids
+        for name in ("log_prob", "written", "kept"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(tokens):
+                raise ValueError(f"{len(values)} {name} for {len(tokens)} response_ids")
+        sets = self.kept.lists() if self.kept else []
+        if any(len(words) and token not in words for token, words in zip(tokens, sets, strict=False)):
+            raise ValueError("kept lacks a token of response_ids")
+        if self.group_successes > self.group_answers:
+            raise ValueError(f"{self.group_successes} group_successes of {self.group_answers} group_answers")
+        # As of a `Trajectory`.
+        self.written = None if self.written is None or self.written.all() else self.written
+        self.kept = self.kept if self.kept and len(self.kept.ids) else None
+        return self
 
 
 class Questions:
@@ -110,12 +182,12 @@ class Questions:
 
     def find(self, trace: Trace) -> Question | None:
         """The question of a trace; None: it is not among them, or has another gold answer."""
-        gold = trace.gold if self._golds else None
+        gold = trace.answer if self._golds else None
         if trace.question is not None:
             by_text = self._by_text.get(trace.question) if gold is None else self._by_gold.get((trace.question, gold))
             if by_text is not None:
                 return by_text
-        by_prompt = None if trace.prompt is None else self._by_prompt.get(tuple(trace.prompt.tolist()))
+        by_prompt = None if trace.prompt_ids is None else self._by_prompt.get(tuple(trace.prompt_ids.tolist()))
         if by_prompt is None and trace.question is not None:
             by_prompt = self._by_reading.get(trace.question)
         return by_prompt if by_prompt and gold in (None, by_prompt.gold) else None
@@ -142,215 +214,75 @@ def trace_files(source: Path) -> list[Path]:
             return files
         if not source.is_file():
             raise MissingDataError(f"{source}: there is no such file or folder of traces")
-    if source.suffix not in SUFFIXES:
-        raise DataError(f"{source}: unknown kind of file; traces are read from {' and '.join(SUFFIXES)}")
     return [source]
 
 
 def check_traces(source: Path) -> None:
-    """Whether traces can be read from here and have the columns that are needed; only their beginning is read.
-
-    Raises:
-        DataError: they cannot or have not; the message names the file and what is missing.
-    """
+    """Whether traces can be read from here; only the first one of each file is read. Raises as `read_traces`."""
     for path in trace_files(source):
-        next(_rows(path), None)
+        next(_traces(path), None)
 
 
 def read_traces(source: Path) -> Iterator[Trace]:
     """All traces of a file or an exported folder, some at a time.
 
     Raises:
-        DataError: a file cannot be read, lacks a column, or has a row that cannot be right; the message names it.
+        DataError: a file cannot be read, or has a row that cannot be right; the message names it.
     """
     for path in trace_files(source):
-        for place, row in _rows(path):
+        yield from _traces(path)
+
+
+def _traces(path: Path) -> Iterator[Trace]:
+    for place, value in read_values(path, {"problem", *Trace.model_fields}):
+        try:
+            yield parse_as(Trace, value, "trace")
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+
+
+def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str, Any]]:
+    """The rows of a file with their places; in the place of a line that is no JSON, the error.
+
+    Args:
+        path: the file.
+        known: columns of a parquet file that are read, if it has some of them; None: all.
+
+    Raises:
+        DataError: the file cannot be read, or is of another kind.
+    """
+    if path.suffix == ".parquet":
+        read = [] if known is None else known
+        values = parquet_values(path, lambda names: [n for n in names if n in read] or names, rows=1024, arrays=True)
+        yield from ((f"{path} row {number}", value) for number, value in enumerate(values, start=1))
+        return
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: unknown kind of file; answers are read from {', '.join(SUFFIXES)}")
+    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
+        whole = path.suffix == ".json" and file.read(1024).lstrip().startswith(b"[")
+        file.seek(0)
+        if whole:
             try:
-                yield parse_trace(row, place)
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from None
+                values = plain.parse_json(file.read())
+            except ValueError as error:
+                raise DataError(f"{path}: not valid JSON: {shown(error)}") from None
+            yield from ((f"{path} row {number}", value) for number, value in enumerate(values, start=1))
+            return
+        for line in jsonl.parsed(file):
+            yield f"{path} line {line.number}", DataError(line.problem) if line.problem else line.value
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    return _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        check_columns(file.schema_arrow.names, str(path))
-        known = [name for name in COLUMNS if name in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=BATCH, columns=known):
-            columns = {name: _cells(batch.column(name)) for name in known}
-            for i in range(batch.num_rows):
-                number += 1
-                yield f"{path} row {number}", {name: cells[i] for name, cells in columns.items()}
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
-
-
-def _cells(column: Any) -> list[Any]:
-    """The values of a column; lists of numbers stay arrays, for they may be long."""
-    import pyarrow
-
-    if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
-        return column.to_pylist()
-    return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for place, row in jsonl.read_objects(path):
-        check_columns([name for name, value in row.items() if value is not None], place)
-        yield place, row
-
-
-def check_columns(names: list[str], place: str) -> None:
-    """Whether an answer and its question can be read from columns of these names.
+def parse_as(model: type[Model], value: Any, title: str) -> Model:
+    """What `read_values` gives, as a row of a model.
 
     Raises:
-        DataError: they cannot; the message names what is missing.
+        DataError: it cannot be right; the message is without its place.
     """
-    missing = [] if "response" in names else ["response"]
-    if not set(names) & set(NAMES_QUESTION):
-        missing.append(f"question (or {' or '.join(NAMES_QUESTION[1:])})")
-    if missing:
-        raise DataError(f"{place}: has no {' and no '.join(missing)}; it has {', '.join(names) or 'nothing'}")
-
-
-def parse_trace(row: Mapping[str, Any], place: str) -> Trace:
-    """A row as a trace.
-
-    Raises:
-        DataError: a value cannot be right; the message names its column.
-    """
-    texts = {name: _text(row, name) for name in TEXTS}
-    whole = {name: _whole(row, name) for name in WHOLE}
-    response, question = texts["response"], texts["question"] if texts["question"] is not None else texts["problem"]
-    tokens, log_prob = _numbers(row, "response_ids", np.int32), _numbers(row, "log_prob", np.float32)
-    prompt = _numbers(row, "prompt_ids", np.int32)
-    if response is None:
-        raise DataError("response is empty")
-    if question is None and prompt is None:
-        raise DataError(f"{' and '.join(NAMES_QUESTION)} are empty: nothing names the question")
-    if texts["behaviour"] not in (None, *get_args(Behaviour)):
-        raise DataError(f"behaviour must be one of {', '.join(get_args(Behaviour))}, got {shown(texts['behaviour'])}")
-    if log_prob is not None and (tokens is None or len(tokens) != len(log_prob)):
-        raise DataError(f"{len(log_prob)} log_prob for {0 if tokens is None else len(tokens)} response_ids")
-    if log_prob is not None and not (np.isfinite(log_prob).all() and (log_prob <= ZERO_LOG_PROB).all()):
-        raise DataError("log_prob must be finite numbers up to 0")
-    successes, answers = whole["group_successes"] or 0, whole["group_answers"] or 0
-    if not 0 <= successes <= answers:
-        raise DataError(f"group_successes is {successes} and group_answers {answers}: one is a part of the other")
-    gold = texts["answer"]
-    return Trace(
-        place=place,
-        response=response,
-        question=question,
-        gold=None if gold is None else gold.rpartition("####")[2].strip(),
-        prompt=prompt,
-        tokens=tokens,
-        log_prob=log_prob,
-        written=_written(row, tokens),
-        kept=_kept(row, tokens),
-        behaviour=texts["behaviour"],  # type: ignore[arg-type]
-        model=texts["model"],
-        finished=_flag(row, "finished"),
-        reward=_number(row, "reward"),
-        step=whole["step"],
-        advantage=_number(row, "advantage"),
-        successes=successes,
-        answers=answers,
-        replays=whole["replays"] or 0,
-        key=whole["key"] or 0,
-    )
-
-
-def _text(row: Mapping[str, Any], name: str) -> str | None:
-    value = row.get(name)
-    if name == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"{name} must be text, got {type(value).__name__} {shown(value)}")
-    return value
-
-
-def _whole(row: Mapping[str, Any], name: str) -> int | None:
-    value = row.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise DataError(f"{name} must be a whole number from 0, got {shown(value)}")
-    return value
-
-
-def _number(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DataError(f"{name} must be a finite number, got {shown(value)}")
-    return float(value)
-
-
-def _flag(row: Mapping[str, Any], name: str) -> bool:
-    value = row.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise DataError(f"{name} must be true or false, got {shown(value)}")
-    return value is not False
-
-
-def _written(row: Mapping[str, Any], tokens: TokenIds | None) -> Mask | None:
-    """[R] by token, at least one of them written by the policy; None: all are."""
-    value = row.get("written")
-    if value is None:
-        return None
-    given = np.asarray(value)
-    if tokens is None or given.shape != tokens.shape or given.dtype != bool or not given.any():
-        raise DataError(
-            f"written must be true or false for each of the {0 if tokens is None else len(tokens)} response_ids, and "
-            f"true for one of them, got {shown(value)}"
-        )
-    return None if given.all() else given
-
-
-def _kept(row: Mapping[str, Any], tokens: TokenIds | None) -> KeptSets | None:
-    """[R] the words of each token; None: all."""
-    value = row.get("kept")
-    if value is None:
-        return None
+    if isinstance(value, DataError):
+        raise value
+    if not isinstance(value, dict):
+        raise DataError(f"expected an object, got {type(value).__name__}")
     try:
-        kept = KeptSets.of(list(value))
-        pairs = zip([] if tokens is None else tokens, kept.lists(), strict=True)
-        sound = all(
-            not len(words) or (token in words and len(np.unique(words)) == len(words)) for token, words in pairs
-        )
-    except (TypeError, ValueError, OverflowError):
-        sound = False
-    if not sound or (kept.ids < 0).any():
-        raise DataError(
-            f"kept must be a list for each of the {0 if tokens is None else len(tokens)} response_ids, empty or with "
-            f"that token id and others, each once, got {shown(value)}"
-        )
-    return kept if len(kept.ids) else None
-
-
-def _numbers(row: Mapping[str, Any], name: str, kind: type[np.generic]) -> Any:
-    """[R] numbers; token ids must be whole."""
-    value = row.get(name)
-    if value is None:
-        return None
-    whole = np.issubdtype(kind, np.integer)
-    try:
-        given = np.asarray(value if len(value) else np.empty(0, kind))
-    except (TypeError, ValueError):
-        given = np.empty((0, 0))
-    fits = given.ndim == 1 and given.dtype.kind in ("iu" if whole else "iuf")
-    if fits and whole and len(given):
-        fits = given.min() >= 0 and given.max() < 2**31
-    if not fits:
-        raise DataError(f"{name} must be a list of {'token ids' if whole else 'numbers'}, got {shown(value)}")
-    return given.astype(kind)
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise DataError(explain(error, model, title)) from None

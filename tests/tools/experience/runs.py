@@ -21,7 +21,6 @@ from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.stored import Stored
-from exgrpo.train.replay.table import Origin
 from exgrpo.train.run.traces import read_traces
 from tests.train.batches import lists, sets
 from tests.train.configs import configured
@@ -85,8 +84,14 @@ def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5,
     """A run's folder with one checkpoint, as `Checkpoints` leaves it, without weights."""
     of_run = config(values)
     memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
-    origins = [Origin(0.25 + i, 1 + i % 2, 3, i) for i in range(len(trajectories))]
-    memory.fill(trajectories, origins, {one.question: 2.0 for one in trajectories})
+    place = np.arange(len(trajectories))
+    origins = {
+        "advantage": 0.25 + place,
+        "successes": 1 + place % 2,
+        "answers": np.full_like(place, 3),
+        "replays": place,
+    }
+    memory.fill(trajectories, {one.question: 2.0 for one in trajectories}, **origins)
     memory.retired[QUESTIONS - 1] = True
     store = ExperienceStore(folder / EXPERIENCE)
     stored = memory.all_trajectories()

@@ -1,22 +1,15 @@
 """What a run has stored becomes a data set, whole or not at all."""
 
-import dataclasses
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from exgrpo.tools.experience import export as exporting
-from exgrpo.tools.experience.export import SCHEMA, export, size_category, write_shards
+from exgrpo.tools.experience.export import SCHEMA, export
 from exgrpo.tools.experience.sources import open_run
 from exgrpo.train.checkpoint.listing import EXPERIENCE
-from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.replay.stored import pack
-from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import config, make_run, pretrained, questions, rows_of, same, some, trajectory
 from tests.train.batches import lists
 
@@ -79,54 +72,27 @@ def test_trl_reads_its_data_set_as_the_tokens_of_the_run(tmp_path, monkeypatch, 
 def test_a_run_begins_with_data_sets_of_others_as_with_ours(tmp_path, exported, form):
     export(exported.parent / "run", tmp_path / "set", form)
     for ours, theirs in zip(rows_of(exported), rows_of(tmp_path / "set"), strict=True):
-        for field in dataclasses.fields(ours):
-            if field.name == "kept":
-                assert lists(ours.kept) == lists(theirs.kept)
-            elif field.name != "place":
-                np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name))
+        assert lists(ours.kept) == lists(theirs.kept)
+        for name in set(SCHEMA.names) - {"kept", "source"}:
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
 
 
 def test_the_card_says_what_it_is_and_how_it_was_made(exported):
     _, head, text = (exported / "README.md").read_text().split("---\n", 2)
     values = yaml.safe_load(head)
     assert values["license"] == "unknown"
-    assert values["size_categories"] == ["n<1K"]
-    assert {feature["name"] for feature in values["dataset_info"]["features"]} == set(SCHEMA.names)
+    assert all(f"| {name} | " in text for name in SCHEMA.names)
     for fact in ("model: builtin:arithmetic", "training step: 5", "seed of the run: 0", "stored answers: 7", "exgrpo"):
         assert fact in text
 
 
-@pytest.mark.parametrize(
-    ("rows", "category"), [(1, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (12345, "10K<n<100K"), (10**6, "1M<n<10M")]
-)
-def test_sizes_have_the_hubs_names(rows, category):
-    assert size_category(rows) == category
-
-
-def test_long_data_are_in_several_files_that_are_read_in_order(tmp_path):
-    batches = [
-        pa.RecordBatch.from_pylist([{"question": str(i), "response": "x", "key": i}], schema=SCHEMA) for i in range(5)
-    ]
-    files = write_shards(iter(batches), tmp_path, shard_bytes=1)
-    assert [path.name for path in files] == [f"train-0000{i}-of-00005.parquet" for i in range(5)]
-    assert sorted(tmp_path.iterdir()) == files
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    for path in files:
-        path.rename(tmp_path / "set" / "data" / path.name)
-    assert [trace.key for trace in read_traces(tmp_path / "set")] == list(range(5))
-    assert pq.read_table(tmp_path / "set" / "data").schema.equals(SCHEMA)
-
-
-def test_batches_are_bounded_by_tokens_and_hold_every_row_once(tmp_path, monkeypatch):
+def test_batches_are_bounded_and_hold_every_row_once(tmp_path, monkeypatch):
     experience = open_run(make_run(tmp_path / "run", some()))
-    monkeypatch.setattr(exporting, "TOKENS", 25)
-    monkeypatch.setattr(exporting, "ROWS", 4)
+    monkeypatch.setattr(exporting, "ROWS", 3)
     batches = list(exporting.rows(experience))
     found = [ids for batch in batches for ids in batch.column("response_ids").to_pylist()]
     assert found == [one.response.tolist() for one in some()]
-    longest = max(len(one.response) for one in some())
-    assert len(batches) > 2
-    assert all(len(batch.column("response_ids").flatten()) < 25 + longest for batch in batches)
+    assert [len(batch) for batch in batches] == [3, 3, 1]
 
 
 def test_answers_without_log_probs_name_no_model(tmp_path):
@@ -168,18 +134,8 @@ def test_the_newest_sound_checkpoint_counts_and_damage_is_named(tmp_path, caplog
     experience = open_run(run)
     assert experience.step == 5
     assert of_newer.name in caplog.text
-    assert all(same(experience.trajectory(i), one) for i, one in enumerate(some()))
+    assert all(same(experience.answers[i], one) for i, one in enumerate(some()))
     for path in (run / EXPERIENCE).iterdir():
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no sound checkpoint.*is missing"):
         open_run(run)
-
-
-def test_segments_of_any_order_give_the_order_of_the_buffer(tmp_path):
-    made = [trajectory(i % 6, "\\boxed{1}" * (1 + i % 3), seed=i) for i in range(40)]
-    store = ExperienceStore(tmp_path / EXPERIENCE)
-    for start in (30, 10, 0):
-        store.save(pack(made[start:]))
-    experience = open_run(make_run(tmp_path, made))
-    assert len(experience) == 40
-    assert all(same(experience.trajectory(i), one) for i, one in enumerate(made))

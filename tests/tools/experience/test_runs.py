@@ -5,8 +5,7 @@ import pytest
 
 from exgrpo.tools.experience.program import main
 from exgrpo.tools.experience.sources import open_run
-from tests.tools.experience.runs import QUESTIONS, K, ids, make_run, questions, same, some
-from tests.tools.experience.test_import import prime_rl, write_lines
+from tests.tools.experience.runs import QUESTIONS, K, make_run, same, some
 from tests.train.launch import MAIN, completed
 
 ARGUMENTS = (
@@ -24,7 +23,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     done = completed(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
     found = open_run(tmp_path / "next")
-    stored = [found.trajectory(row) for row in range(len(found))]
+    stored = found.answers[:]
     assert all(any(same(one, other, besides=["step"]) for other in stored if other.step == 0) for one in some())
     assert np.any(found.arrays["replays"] > 0)
 
@@ -33,20 +32,3 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     done = completed(MAIN, f"--resume={tmp_path / 'next'}", "--steps=2", ranks=2)
     assert "the experience starts with" not in " ".join(done.stdout.split())
     assert len(open_run(tmp_path / "next")) >= len(stored)
-
-
-@pytest.mark.long
-def test_a_run_begins_with_the_tokens_and_log_probs_that_another_project_has_written(tmp_path):
-    texts = [f"\\boxed{{{questions()[i % 3].gold}}}" + " " * i for i in range(6)]
-    episodes = [prime_rl(i % 3, text, log_prob=-0.0625 * i) for i, text in enumerate(texts)]
-    path = write_lines(tmp_path / "traces.jsonl", *episodes)
-    assert main(["import", str(path), str(tmp_path / "set"), "--tokenizer", "builtin:arithmetic"]) == 0
-    folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
-    completed(MAIN, *ARGUMENTS, "--output.name=next", *folders)
-    found = open_run(tmp_path / "next")
-    stored = [one for one in map(found.trajectory, range(len(found))) if one.step == 0]
-    assert len(stored) == 6
-    for i, one in enumerate(stored):
-        assert (one.question, one.reward, one.behaviour, one.finished) == (i % 3, 1.1, "engine", True)
-        np.testing.assert_array_equal(one.response, ids(texts[i]))
-        np.testing.assert_array_equal(one.log_prob, np.full(len(one.response), -0.0625 * i, np.float32))

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from exgrpo.tools.experience import program
-from exgrpo.tools.experience.export import export
-from exgrpo.tools.experience.show import counts
-from exgrpo.tools.experience.sources import FileExperience, open_run
+from exgrpo.tools.experience.show import counts, distributions
+from exgrpo.tools.experience.sources import open_run
 from tests.tools.experience.runs import QUESTIONS, make_run, questions, some
 
 
@@ -26,8 +25,8 @@ def say(capsys, monkeypatch):
 
 
 def test_columns_say_what_is_stored(tmp_path):
-    overview = open_run(make_run(tmp_path, some())).overview()
-    assert counts(overview) == {
+    run = open_run(make_run(tmp_path, some()))
+    assert counts(run) == {
         "stored trajectories": 7,
         "questions with stored trajectories": 3,
         "questions in all": QUESTIONS,
@@ -35,7 +34,7 @@ def test_columns_say_what_is_stored(tmp_path):
         "log-probs by: trainer": 4,
         "log-probs by: engine": 3,
     }
-    found = overview.distributions
+    found = distributions(run)
     assert found["age"].tolist() == [2, 4, 2, 4, 2, 4, 2]
     assert found["replays"].tolist() == list(range(7))
     np.testing.assert_allclose(found["group accuracy"], [(1 + i % 2) / 3 for i in range(7)])
@@ -44,23 +43,6 @@ def test_columns_say_what_is_stored(tmp_path):
     assert found["success count"].tolist() == [2, 2, 2]
     assert found["answers"].tolist() == [3, 2, 2]
     assert found["solutions"].tolist() == [1, 1, 1]
-
-
-def test_a_file_shows_what_the_run_shows(tmp_path):
-    run = open_run(make_run(tmp_path / "run", some()))
-    export(tmp_path / "run", tmp_path / "set")
-    file = FileExperience(tmp_path / "set")
-    ours, theirs = run.overview(), file.overview()
-    assert theirs.question.tolist() == ours.question.tolist()
-    for name in ("replays", "group accuracy", "tokens", "reward", "answers", "solutions"):
-        assert theirs.distributions[name].tolist() == ours.distributions[name].tolist()
-    assert theirs.distributions["step"].tolist() == [one.step for one in some()]
-    assert theirs.behaviour == ours.behaviour
-    for a, b in ((run.question(index), file.question(index)) for index in (0, 2)):
-        assert (a.text, a.gold, len(a.answers)) == (b.text, b.gold, len(b.answers))
-        for one, other in zip(a.answers, b.answers, strict=True):
-            assert one.label == other.label
-            assert one.text == other.text
 
 
 def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp_path, say):
@@ -83,21 +65,16 @@ def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp
     assert "question 4: 0 stored answers" in say("show", run, "--question", "4")[1]
     status, out, _ = say("export", run, tmp_path / "set")
     assert (status, out) == (0, f"7 trajectories in {tmp_path / 'set'}\n")
-    status, out, _ = say("show", tmp_path / "set" / "data" / "train-00000-of-00001.parquet")
-    assert status == 0
-    assert "7  stored trajectories" in out
+    assert "0  stored trajectories" in say("show", make_run(tmp_path / "empty", []))[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no argument is neither a command (show, export, import) nor a run"),
-        (["list"], "list is neither a command (show, export, import) nor a run"),
-        (["show"], "(see python -m exgrpo.tools.experience show --help)"),
+        (["list"], "list is no command; there are show, export, import"),
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "none", "--qestion", "1"], "did you mean --question?"),
         (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),
-        (["export", "empty", "out"], "empty has no checkpoint"),
         (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
     ],
 )

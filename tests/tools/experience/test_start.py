@@ -24,18 +24,24 @@ from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, S
 from tests.train.run.test_weight_check import among
 from tests.train.trainers import half
 
-PRINTED = Encoding(
-    encode=lambda texts: [[int(word) for word in text.split()] for text in texts],
-    decode=lambda tokens: " ".join(map(str, tokens)),
-    read=lambda tokens: "reads " + " ".join(map(str, tokens)),
-    eos=(EOS, 3),
-    vocabulary=200,
-)
-"""Texts are the token ids themselves."""
+
+class Printed:
+    """A tokenizer of texts that are the token ids themselves."""
+
+    eos_token_id = EOS
+
+    def __call__(self, texts, add_special_tokens):
+        return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
+
+    def decode(self, tokens, skip_special_tokens=False):
+        return ("reads " if skip_special_tokens else "") + " ".join(map(str, tokens))
+
+
+PRINTED = Encoding(Printed(), eos=(3, EOS), vocabulary=200)
 
 
 def encoding_of(model) -> Encoding:
-    return Encoding.of(model.tokenizer, model.eos, model.model.config.get_text_config().vocab_size)
+    return Encoding(model.tokenizer, model.eos, model.model.config.get_text_config().vocab_size)
 
 
 def right(text: str) -> float:
@@ -49,7 +55,9 @@ class Recording(RecordingPolicy):
 
 
 def trainer_of(of_run, questions, encoding) -> Trainer:
-    answerer = Answerer(ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.decode, LoneWorld())
+    answerer = Answerer(
+        ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.tokenizer.decode, LoneWorld()
+    )
     return Trainer(of_run, questions, Recording(), answerer)
 
 
@@ -136,14 +144,14 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     trainer, started = begin(path, **temperature)
     assert [one.behaviour for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, *own[1:]])
-    assert started.scored == 3
+    assert "3 with log-probs of this run's policy" in str(started)
     trainer, _ = begin(path, **temperature, **{"experience.start_log_prob": "keep"})
     assert [one.behaviour for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, given, given, own[3]])
     trainer, started = begin(path, **temperature, **{"experience.start_log_prob": "unknown"})
     assert {one.behaviour for one in stored(trainer)} == {"unknown"}
     assert not np.any([one.log_prob for one in stored(trainer)])
-    assert (started.certain, started.scored) == (4, 0)
+    assert str(started).endswith("; 4 without log-probs: their writer counts as certain")
 
 
 @pytest.mark.parametrize("cuts", [True, False])
@@ -153,10 +161,10 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
-    answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.decode, ALONE)
+    answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.tokenizer.decode, ALONE)
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), answerer)
     run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
-    assert start_experience(run, encoding).scored == len(some())
+    assert f"; {len(some())} with log-probs" in str(start_experience(run, encoding))
     assert sum(one.kept is not None for one in stored(trainer)) == (1 if cuts else 0)
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
     for one in stored(trainer):
@@ -203,7 +211,7 @@ def test_texts_are_encoded_and_end_with_one_eos(tmp_path):
         *((0, [5, 7, EOS], True), (1, [5, 7, EOS], True), (2, [5, 7, 3], True), (3, [5, 7], False)),
         *((4, [5, 7, EOS], True), (5, [5, 7, EOS], True), (6, [5, 999, EOS], True), (7, [5, 7, 3], True)),
     ]
-    assert started.encoded == 7
+    assert "7 encoded from text" in str(started)
     for one in stored(trainer):
         np.testing.assert_array_equal(one.log_prob, fake_score(one.response, 0).log_prob)
 
@@ -223,7 +231,7 @@ def test_missing_rewards_and_keys_are_the_graders(tmp_path):
     assert [one.reward for one in stored(trainer)] == [1, 0, 0, 1, 0.75]
     assert all(one.key for one in stored(trainer))
     assert stored(trainer)[-1].key == 4
-    assert started.graded == 4
+    assert "4 graded" in str(started)
     # K times the share of successes among what is stored, inside [1, K-1].
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K - 1, 1, *[0] * 5])
 
@@ -263,7 +271,7 @@ def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt_or_what_i
     )
     trainer, started = begin(path)
     assert [one.question for one in stored(trainer)] == [0, 1, 2, 3, 4, 6]
-    assert (started.stored, started.unknown, started.read) == (6, 4, 10)
+    assert started.stored == 6
     assert "4 to questions that are not trained on" in str(started)
 
 
@@ -298,7 +306,7 @@ def test_where_solutions_are_stored_once_so_they_are_here(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([trace(99, "5"), trace(0, "")], "of its 2 rows, 1 to questions that are not trained on, 1 without a token"),
+        ([trace(99, "5"), trace(0, "")], "1 to questions that are not trained on, 1 without a token"),
         ([], "it has no rows"),
     ],
 )

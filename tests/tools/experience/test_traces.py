@@ -15,27 +15,35 @@ from tests.train.batches import lists
 
 ROW = {"question": "1 + 1", "response": "2"}
 BAD = [
-    ({"response": 3}, "response must be text, got int 3"),
+    ({"response": 3}, "response: Input should be a valid string (got 3)"),
+    ({"response": None}, "response is missing"),
+    ({"question": None}, "nothing names the question: question, problem and prompt_ids are missing"),
     ({"response_ids": [1, 2], "log_prob": [-0.5]}, "1 log_prob for 2 response_ids"),
     ({"log_prob": [-0.5]}, "1 log_prob for 0 response_ids"),
-    ({"response_ids": [1], "log_prob": [0.5]}, "log_prob must be finite numbers up to 0"),
-    ({"response_ids": [1], "log_prob": [float("nan")]}, "log_prob must be finite numbers up to 0"),
-    ({"response_ids": [-1]}, "response_ids must be a list of token ids"),
-    ({"response_ids": [2**31]}, "response_ids must be a list of token ids"),
-    ({"response_ids": [0.5]}, "response_ids must be a list of token ids"),
-    ({"reward": "good"}, "reward must be a finite number, got 'good'"),
-    ({"reward": float("inf")}, "reward must be a finite number, got inf"),
-    ({"finished": 1}, "finished must be true or false, got 1"),
-    ({"behaviour": "me"}, "behaviour must be one of trainer, engine, unknown, got 'me'"),
-    ({"group_successes": 3, "group_answers": 2}, "group_successes is 3 and group_answers 2"),
-    ({"key": -1}, "key must be a whole number from 0, got -1"),
     *(
-        ({"response_ids": [5, 7], "written": marks}, "written must be true or false for each of the 2 response_ids")
-        for marks in ([True], [0, 0], [False, False], "yes")  # too few, numbers, nothing of the policy, text
+        ({"response_ids": [1], "log_prob": [number]}, "log_prob: it must be finite numbers up to 0")
+        for number in (0.5, float("nan"))
     ),
     *(
-        ({"response_ids": [5, 7], "kept": words}, "kept must be a list for each of the 2 response_ids, empty or with")
-        for words in ([[5]], [[5], [6]], [[5, 5], []], [[5, -1], []], 5, ["a", []])  # too few, not its token, twice, ..
+        ({"response_ids": ids}, "response_ids: it must be a list of token ids")
+        for ids in ([-1], [2**31], [10**400], [0.5], [[1], [2]], [[1], [2, 3]], 5, "ab")
+    ),
+    ({"reward": "good"}, "reward: Input should be a valid number (got 'good')"),
+    ({"reward": float("inf")}, "reward: Input should be a finite number (got inf)"),
+    ({"finished": 1}, "finished: Input should be a valid boolean (got 1)"),
+    ({"behaviour": "me"}, "behaviour: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
+    ({"group_successes": 3, "group_answers": 2}, "3 group_successes of 2 group_answers"),
+    ({"key": -1}, "key: Input should be greater than or equal to 0 (got -1)"),
+    ({"response_ids": [5, 7], "written": [True]}, "1 written for 2 response_ids"),
+    *(
+        ({"response_ids": [5, 7], "written": marks}, "written: it must be")
+        for marks in ([0, 0], [False, False], "yes")  # numbers, nothing of the policy, text
+    ),
+    ({"response_ids": [5, 7], "kept": [[5]]}, "1 kept for 2 response_ids"),
+    ({"response_ids": [5, 7], "kept": [[5], [6]]}, "kept lacks a token of response_ids"),
+    *(
+        ({"response_ids": [5, 7], "kept": words}, "kept: it must be")
+        for words in ([[5, 5], []], [[5, -1], []], 5, ["a", []])  # twice, no token id, no lists
     ),
 ]
 
@@ -63,18 +71,23 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "group_successes": 1,
         "group_answers": 3,
         "replays": 2,
+        "source": 7,
         "more": "ignored",
     }
     path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **whole}, ROW])
     first, second = read_traces(path)
-    assert (first.gold, first.finished, first.reward, first.step, first.advantage) == ("2", False, 0.5, 4, -0.25)
-    assert (first.successes, first.answers, first.replays, first.key, first.model) == (1, 3, 2, 2**62, "m")
-    assert (first.tokens.tolist(), first.tokens.dtype, first.prompt.tolist()) == ([6, 7], np.int32, [4, 5])
+    assert (first.answer, first.finished, first.reward, first.step, first.advantage) == ("2", False, 0.5, 4, -0.25)
+    assert (first.group_successes, first.group_answers, first.replays, first.key, first.model) == (1, 3, 2, 2**62, "m")
+    assert (first.response_ids.tolist(), first.response_ids.dtype, first.prompt_ids.tolist()) == (
+        [6, 7],
+        np.int32,
+        [4, 5],
+    )
     assert (first.log_prob.tolist(), first.log_prob.dtype) == ([-0.5, 0.0], np.float32)
-    assert (second.question, second.response, second.gold, second.reward) == ("1 + 1", "2", None, None)
+    assert (second.question, second.response, second.answer, second.reward) == ("1 + 1", "2", None, None)
     assert lists(first.kept) == [[], [3, 7]]
-    assert second.kept is second.tokens is second.log_prob is second.prompt is second.behaviour is None
-    assert (second.finished, second.successes, second.answers, second.key) == (True, 0, 0, 0)
+    assert second.kept is second.response_ids is second.log_prob is second.prompt_ids is second.behaviour is None
+    assert (second.finished, second.group_successes, second.group_answers, second.key) == (True, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
@@ -86,12 +99,10 @@ def test_a_row_that_cannot_be_right_is_named(tmp_path, change, message):
     assert message in str(error.value)
 
 
-def test_missing_columns_are_named_before_anything_is_read(tmp_path):
-    path = write_parquet(tmp_path / "traces.parquet", [{"text": "1 + 1", "answer": "2"}])
-    with pytest.raises(DataError, match=r"has no response and no question \(or problem or prompt_ids\); it has te"):
-        check_traces(path)
-    path = write_jsonl(tmp_path / "traces.jsonl", [{"question": "1 + 1", "response": None}])
-    with pytest.raises(DataError, match="line 1: has no response; it has question"):
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_missing_column_is_named_by_the_first_row(tmp_path, write):
+    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{"text": "1 + 1"}])
+    with pytest.raises(DataError, match="1: trace: response is missing"):
         check_traces(path)
 
 
@@ -111,7 +122,7 @@ def test_damaged_files_are_named(tmp_path):
     ("name", "message"),
     [
         ("missing.parquet", "there is no such file or folder of traces"),
-        ("traces.csv", r"unknown kind of file; traces are read from .parquet and .jsonl"),
+        ("traces.csv", r"unknown kind of file; answers are read from .parquet, .jsonl, .json"),
         ("folder", r"holds no data/\*.parquet, so it is no exported experience"),
     ],
 )
@@ -126,5 +137,7 @@ def test_sliced_and_empty_lists_of_a_parquet_file_are_whole(tmp_path):
     lists = [[i] * (i % 4) if i % 5 else None for i in range(3000)]
     table = pa.table({"question": ["q"] * 3000, "response": ["r"] * 3000, "response_ids": lists})
     pq.write_table(table, tmp_path / "traces.parquet", row_group_size=700)
-    found = [None if t.tokens is None else t.tokens.tolist() for t in read_traces(tmp_path / "traces.parquet")]
+    found = [
+        None if t.response_ids is None else t.response_ids.tolist() for t in read_traces(tmp_path / "traces.parquet")
+    ]
     assert found == lists

@@ -18,7 +18,7 @@ from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.update import Tally
-from exgrpo.train.replay import PlannedGroup, Replay
+from exgrpo.train.replay import PlannedGroup, Replay, Setting
 from tests.tools.estimate.shapes import SMALL
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.fakes import LoneWorld
@@ -45,7 +45,8 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
     def written(rewards, step):
         return make_batch([(0, [Row(reward, (i,), step=step) for i, reward in enumerate(rewards)])])
 
-    replay, resumed = (Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), 2, K, 0) for _ in range(2))
+    setting = Setting(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), K)
+    replay, resumed = (Replay(setting, 2, 0) for _ in range(2))
     replay.take_in(written([1.0, 0.0, 0.0, 0.0], 1), 1)
     assert [replayed(replay), replayed(replay)] == [[1], [2]]
     replay.take_in(written([1.0, 0.0, 0.0, 0.0], 2), 2)

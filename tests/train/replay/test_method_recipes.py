@@ -8,7 +8,6 @@ import pytest
 from exgrpo.train.common import functions
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.recipe import parse_args
-from exgrpo.train.replay.table import Origin
 from exgrpo.train.run.startup_checks import check_method
 from tests.train.trainers import make
 
@@ -62,7 +61,7 @@ def test_every_method_drives_the_loop(name):
     )
     memory = trainer.replay.memory
     if name in TRACED:
-        memory.fill(traces(20), [Origin()] * 10, dict.fromkeys(range(0, 20, 2), 1))
+        memory.fill(traces(20), dict.fromkeys(range(0, 20, 2), 1))
     results = [trainer.step(step) for step in range(1, 7)]
     replayed = sum(result.metrics["replayed"] for result in results)
     assert (replayed > 0) == (name not in WITHOUT_ANSWERS)

@@ -97,17 +97,14 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
         assert sum(one.metrics["replayed"] for one in found[2:]) > 0
 
 
-WAYS = [(compose, way) for compose in METHODS for way in ("group", "stored")]
+SINGLE = ("beside", "buffer", "returning")
+"""Single answers have no group; what is rehearsed has no advantage."""
 
 
 @pytest.mark.parametrize(
     ("compose", "advantage"),
-    # Single answers have no group, and what is rehearsed has no advantage.
-    [
-        one
-        for one in WAYS
-        if one not in (("beside", "group"), ("buffer", "group"), ("returning", "group")) and one[0] != "rehearsal"
-    ],
+    [(one, "stored") for one in METHODS if one != "rehearsal"]
+    + [(one, "group") for one in METHODS if one not in (*SINGLE, "rehearsal")],
 )
 def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(compose, advantage):
     trainer = method(compose, experience={"advantage": advantage})
@@ -135,7 +132,7 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
         written = dict(zip(names, table.column("advantage").tolist(), strict=True))
 
 
-@pytest.mark.parametrize("compose", ["beside", "buffer", "returning"])
+@pytest.mark.parametrize("compose", SINGLE)
 def test_single_answers_need_stored_advantages(compose):
     config = configured({"experience": {"compose": compose}})
     with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
@@ -204,14 +201,6 @@ def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_th
     assert len(result.batch.question) == 10
     assert result.metrics["idle_group_fraction"] == 1
     assert trainer.policy.updates == []
-
-
-def test_refills_are_seeded_apart_and_again_alike():
-    stories = []
-    for _ in range(2):
-        trainer = make(SKILL, rollout={"refills": 10})
-        stories.append([untimed(trainer.step(step)) for step in range(1, 4)])
-    assert all(same(a, b) for a, b in zip(*stories, strict=True))
 
 
 def test_replayed_groups_are_filled_up_beside_refills():

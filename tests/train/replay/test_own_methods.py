@@ -93,21 +93,6 @@ def test_what_cannot_be_loaded_is_one_clear_error(own, kind, place, message):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "near"),
-    [
-        ("experience.admit", "success", "successes"),
-        ("experience.prioritise", "gausian", "gaussian"),
-        ("experience.compose", "mixd", "mixed"),
-        ("experience.expire", ["retirment"], "retirement"),
-        ("objective.weigh", "decoupld", "decoupled"),
-    ],
-)
-def test_an_unknown_name_is_told_with_the_near_one(key, name, near):
-    with pytest.raises(ConfigError, match=rf"{key}.*unknown .* function .*; did you mean '{near}'\? there are "):
-        configured({key: name})
-
-
 READS = "chosen = batch.by_token(batch.fresh)\n    assert not np.isnan(batch.COLUMN[chosen]).any()\n    "
 
 
@@ -143,10 +128,8 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
 @pytest.mark.parametrize(
     ("need", "message"),
     [
-        ('term="clipt"', "unknown term 'clipt' in @needs; did you mean 'clipped'? there are shaped, ratio, clipped"),
-        ('term="xyz"', "unknown term 'xyz' in @needs; there are shaped, ratio, clipped"),
-        ("term=None", "unknown term None in @needs; there are shaped, ratio, clipped"),
-        ('present="value"', "unknown present 'value' in @needs; did you mean 'values'? there are values, reference"),
+        ('term="clipt"', "unknown term 'clipt' in @needs; there are shaped, ratio, clipped"),
+        ('present="value"', "unknown present 'value' in @needs; there are values, reference"),
     ],
 )
 def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
@@ -161,57 +144,45 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        ("admit", "return True", "it gave True (bool); it gives an array with a bool for each row, whether it is"),
-        ("admit", "return np.array([True])", "it gave an array [1] for 12 rows; it gives an array with a bool for"),
+        ("admit", "return True", "it gave True (bool); it gives an array with a bool for each of the 12 rows"),
         ("admit", "return batch.reward", "it gave an array [12] of float64; it gives an array with a bool for each"),
         ("admit", "return batch.fresh & batch.learnt", "learnt of the batch is not filled yet ({line})"),
-        ("admit", "return batch.rewards > 0", "a StepBatch has no rewards ({line}); did you mean 'reward'? there are"),
+        (
+            "admit",
+            "return batch.rewards > 0",
+            "a StepBatch has no rewards ({line}); there are behaviour, chosen_entropy",
+        ),
         ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
-        ("prioritise", "return Priority([1.0])", "it gave [1.0] (list) in a Priority; it gives Priority(log_weight)"),
-        ("prioritise", "return Priority(units.count[1:])", "it gave {number} numbers for {number} units"),
+        ("prioritise", "return Priority(units.count[1:])", "it gave an array [{number}] of float64 in a Priority; it"),
         ("prioritise", "return Priority(units.count[:1], units.question)", "its strata are {number} to {number}"),
-        ("prioritise", "return Priority(units.lenght)", "no attribute 'lenght' ({line}); did you mean 'length'?"),
-        ("prioritise", "return {}['a']", "KeyError: 'a' ({line})"),
-        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
-        ("compose", "return supply.frehs(3)", "has no attribute 'frehs' ({line}); there are batch, memory, "),
-        ("settle", "return True", "it gave True (bool); it gives a list of numbers of graded groups, and of planned"),
-        ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
-        ("settle", "return [0, 3]", "it gave the group 3, and there are 3, from 0; it gives a list of numbers of"),
-        ("settle", "return [*np.arange(2), 1]", "it gave the group 1 2 times; it gives a list of numbers of graded"),
-        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
-        ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
-        ("expire", "return Expired(True)", "it gave True (bool) as its rows; it gives Expired(rows, questions)"),
-        ("expire", "return Expired(units.replays[1:] > 1)", "it gave rows of the shape ({number},) for {number} units"),
-        ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),
-        ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
-        ("weigh", "return Weighed(batch.log_prob)", '({line}); `log_prob` of the batch needs @needs(present="values")'),
-        ("weigh", "return Weighed(batch.token)._replace(factor=1)", "it gave 1 (int) as its factor; it gives Weighed("),
+        (
+            "prioritise",
+            "return Priority(units.lenght)",
+            "units have no lenght ({line}); there are accuracy, advantage, age, count",
+        ),
         ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
         ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
-        ("weigh", f"return Weighed({PAST}, np.full_like({PAST}, np.nan))", "a factor of the advantage is nan"),
+        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
+        ("settle", "return [0, 3]", "it gave the groups [0, 3], and there are 3, from 0, each of which counts once"),
+        ("settle", "return [*np.arange(2), 1]", "it gave the groups [0, 1, 1], and there are 3"),
+        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
+        ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
+        (
+            "expire",
+            "return Expired(units.replays[1:] > 1)",
+            "it gave an array [{number}] of bool as its rows; it gives",
+        ),
+        ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),
+        ("expire", "return Expired(None, np.array([99]))", "some are none of the 12 questions, which are 0 to 11"),
+        ("weigh", "return None", "it gave None (NoneType); it gives Weighed("),
+        ("weigh", "return Weighed(batch.log_prob)", '({line}); `log_prob` of the batch needs @needs(present="values")'),
+        ("weigh", f"return Weighed({PAST}[1:])", "it gave an array [{number}] of float32 as its reference; it gives"),
+        ("weigh", f"return Weighed({PAST}, advantage=7.0)", "it gave 7.0 (float) as its advantage; it gives Weighed("),
+        ("weigh", f"return Weighed({PAST} * np.nan)", "a log-prob of the reference is nan"),
         ("weigh", f"return Weighed({PAST}, np.full(len({PAST}), 1e39))", "a factor of the advantage is inf"),
         ("weigh", f"return Weighed({PAST}, -{PAST}**0)", "a factor of an answer's own advantage is negative: -1.0"),
-        ("weigh", f"return Weighed({PAST} * np.nan)", "a log-prob of the reference is nan"),
-        ("weigh", f"return Weighed({PAST} - np.inf)", "a log-prob of the reference is -inf"),
         ("weigh", f"return Weighed({PAST}, advantage=batch.reward - np.inf)", "an advantage is -inf"),
-        (
-            "weigh",
-            f"return Weighed({PAST}, np.ones(99))",
-            "its factor has the shape [99] for {number} tokens; it gives",
-        ),
-        (
-            "weigh",
-            f"return Weighed({PAST}[1:])",
-            "its reference has the shape [{number}] for {number} tokens; it gives",
-        ),
-        (
-            "weigh",
-            f"return Weighed({PAST}, advantage=np.ones(99))",
-            "its advantage has the shape [99] for {number} rows",
-        ),
-        ("weigh", f"return Weighed({PAST}, advantage=7.0)", "it gave 7.0 (float) as its advantage; it gives Weighed("),
-        ("weigh", f"return {PAST}", "it gave an array [{number}] of float32; it gives Weighed(reference, factor"),
-        ("weigh", "return None", "it gave None (NoneType); it gives Weighed("),
     ],
 )
 def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, body, message):

@@ -2,17 +2,20 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
+from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting
+from exgrpo.train.replay.candidates import RULES
 from tests.train.batches import Row, make_batch
 from tests.train.replay.test_memory import group
 
 
 @pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
 def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
-    replay = Replay(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 6, 4, seed=0)
+    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 4), 6, seed=0)
     replay.take_in(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
     asked = []
 
@@ -44,8 +47,33 @@ def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_co
     assert selected.chosen_entropy.tolist() == [q + one[0] / 10 for q, one in zip(drawn, found, strict=True)]
 
 
+@given(st.lists(st.tuples(st.floats(0, 5, width=32), st.floats(0, 5, width=32)), min_size=1, max_size=6))
+def test_selection_equals_brute_force(values):
+    lengths = [1 + 7 * i % 5 for i in range(len(values))]
+    candidates = np.array(lengths), MeanScores(*np.array(values).T), np.random.default_rng(0)
+    order = range(len(values))
+    expected = {
+        "lowest_entropy": min(order, key=lambda i: (values[i][0], i)),
+        "highest_entropy": min(order, key=lambda i: (-values[i][0], i)),
+        "lowest_nll": min(order, key=lambda i: (values[i][1], i)),
+        "shortest": min(order, key=lambda i: (lengths[i], i)),
+    }
+    for name, best in expected.items():
+        assert RULES[name](*candidates) == best
+    assert RULES["random"](*candidates) in order
+    assert set(RULES) == {*expected, "random"}
+
+
+def test_random_selection_is_uniform():
+    candidates = np.ones(4, np.int64), MeanScores(np.zeros(4), np.zeros(4)), np.random.default_rng(0)
+    counts = np.bincount([RULES["random"](*candidates) for _ in range(4000)])
+    assert abs(counts - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)
+
+
 def test_what_is_replayed_is_as_it_was_stored():
-    replay = Replay(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 3, 2, seed=0)
+    replay = Replay(
+        Setting(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0
+    )
     row = Row(1.0, (5, 6, 7), (-0.1, 0.0, -0.3), own=(True, False, True), key=8, step=4, penalty=0.25, behaviour=ENGINE)
     replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
     for times in (1, 2):
@@ -60,9 +88,8 @@ def test_what_is_replayed_is_as_it_was_stored():
 
 def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
     """Some groups may be trained on; stored answers come behind all of them."""
-    replay = Replay(
-        ExperienceConfig(start_pass_rate=0.0, compose="in_place", admit="all", expire=(), ratio=1.0), 9, 2, seed=0
-    )
+    options = ExperienceConfig(start_pass_rate=0.0, compose="in_place", admit="all", expire=(), ratio=1.0)
+    replay = Replay(Setting(options, 2), 9, seed=0)
     replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
     batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
     replay.take_in(batch, 2)

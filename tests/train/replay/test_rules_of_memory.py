@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -26,11 +27,14 @@ def few(monkeypatch):
     monkeypatch.setattr(table, "FEWEST", 4)
 
 
-def group_of(question: int, answers: list[tuple[float, int]], step: int) -> tuple[int, list[Row]]:
-    """A group of answers by reward and first token; equal first tokens are equal responses."""
-    return question, [
+def group_of(
+    question: int, answers: list[tuple[float, int]], step: int, *, mixed: bool = False
+) -> tuple[int, list[Row]]:
+    """A group of answers by reward and first token, the last one replayed; equal first tokens are equal responses."""
+    rows = [
         Row(reward, (first,) * (1 + first % 3), next(NUMBERS), step=step, key=first % 3) for reward, first in answers
     ]
+    return question, [*rows[:-1], replace(rows[-1], replayed=True)] if mixed else rows
 
 
 @dataclass
@@ -38,22 +42,28 @@ class Model:
     """The rules, for one trajectory after the other."""
 
     options: dict
+    success: float
     scale_by_std: bool
     rows: list[dict] = field(default_factory=list)
     retired: set[int] = field(default_factory=set)
     asked: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
-    def admitted(self, fresh: list[Row]) -> list[Row]:
-        rewards = [row.reward for row in fresh]
-        rate = sum(reward >= 1 for reward in rewards) / len(rewards)
+    def shown(self, rows: list[Row]) -> tuple[int, int]:
+        """The successes among the rows that count, and how many count."""
+        counted = [row for row in rows if self.options["count_replayed"] or not row.replayed]
+        return sum(row.reward >= self.success for row in counted), len(counted)
+
+    def admitted(self, rows: list[Row]) -> list[Row]:
+        fresh = [row for row in rows if not row.replayed]
+        right = [row for row in fresh if row.reward >= self.success]
         low, high = self.options.get("band", (0.25, 0.75))
         return {
             "all": fresh,
             "nothing": [],
-            "successes": [row for row in fresh if row.reward >= 1],
-            "solutions": [row for row in fresh if row.reward >= 1],
-            "with_advantage": fresh if len(set(rewards)) > 1 else [],
-            "in_band": fresh if low <= rate <= high else [],
+            "successes": right,
+            "solutions": right,
+            "with_advantage": fresh if len({row.reward for row in rows}) > 1 else [],
+            "in_band": fresh if low <= len(right) / len(fresh) <= high else [],
         }[self.options["admit"]]
 
     def same(self, old: dict, question: int, new: Row) -> bool:
@@ -62,11 +72,11 @@ class Model:
         by_key = self.options["admit"] == "solutions" and new.key != 0 and old["key"] == new.key
         return by_key or old["response"] == new.response
 
-    def store(self, question: int, fresh: list[Row]) -> None:
-        rewards = [row.reward for row in fresh]
+    def store(self, question: int, rows: list[Row]) -> None:
+        rewards, (right, shown) = [row.reward for row in rows], self.shown(rows)
         mean = sum(rewards) / len(rewards)
         spread = np.std(rewards, ddof=1) + 1e-6 if self.scale_by_std else 1.0
-        for row in self.admitted(fresh):
+        for row in self.admitted(rows):
             replays = sum(old["replays"] for old in self.rows if self.same(old, question, row))
             self.rows = [old for old in self.rows if not self.same(old, question, row)]
             self.rows.append(
@@ -79,7 +89,7 @@ class Model:
                     "length": len(row.response),
                     "key": row.key,
                     "advantage": (row.reward - mean) / spread,
-                    "accuracy": sum(reward >= 1 for reward in rewards) / len(rewards),
+                    "accuracy": right / shown,
                     "replays": replays,
                 }
             )
@@ -87,18 +97,19 @@ class Model:
             own = [row for row in self.rows if row["question"] == question]
             self.rows = [row for row in self.rows if row not in own[:-most]]
 
-    def update(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
-        for question, fresh in groups:
-            count = K * sum(row.reward >= 1 for row in fresh) / len(fresh)
-            self.asked.setdefault(question, []).append((step, count))
-            if question not in self.retired:
-                self.store(question, fresh)
+    def update(self, groups: list[tuple[int, list[Row]]], step: int, *, collect: bool) -> None:
+        for question, rows in groups:
+            right, shown = self.shown(rows)
+            self.asked.setdefault(question, []).append((step, K * right / shown))
+            if collect and question not in self.retired:
+                self.store(question, rows)
         self.forget(groups, step)
 
     def forget(self, groups: list[tuple[int, list[Row]]], step: int) -> None:
         if "retirement" in self.options["expire"]:
-            for question, fresh in groups:
-                if all(row.reward >= 1 for row in fresh):
+            for question, rows in groups:
+                right, shown = self.shown(rows)
+                if right == shown:
                     self.retired.add(question)
             self.rows = [row for row in self.rows if row["question"] not in self.retired]
         if age := self.options.get("max_age"):
@@ -121,6 +132,9 @@ def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     latest = {question: asked[-1][1] for question, asked in model.asked.items()}
     counts = [min(max(latest[question], 1), K - 1) if question in held else 0 for question in range(QUESTIONS)]
     assert memory.count.tolist() == counts
+    assert (len(memory), memory.trajectory_count) == (len(held), len(model.rows))
+    sizes = np.bincount([math.floor(count + 0.5) for count in counts if count], minlength=K + 1)
+    assert memory.bucket_sizes().tolist() == sizes.tolist()
     assert stored.count.tolist() == [counts[row["question"]] for row in model.rows]
     assert np.flatnonzero(memory.retired).tolist() == sorted(model.retired)
     buffered = memory.buffered(now)
@@ -144,6 +158,7 @@ STEP = st.lists(
     st.tuples(
         st.integers(0, QUESTIONS - 1),
         st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 6)), min_size=K, max_size=K),
+        st.booleans(),
     ),
     max_size=3,
     unique_by=lambda entry: entry[0],
@@ -152,6 +167,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "admit": st.sampled_from(["all", "in_band", "nothing", "solutions", "successes", "with_advantage"]),
         "expire": st.sampled_from([(), ("retirement",)]),
+        "count_replayed": st.booleans(),
     },
     optional={
         "max_age": st.integers(1, 3),
@@ -166,20 +182,22 @@ OPTIONS = st.fixed_dictionaries(
 @given(
     st.lists(st.tuples(STEP, st.lists(st.floats(0, 1, exclude_max=True), max_size=3)), max_size=10),
     OPTIONS,
+    st.sampled_from([0.25, 1.0]),
     st.booleans(),
+    st.integers(0, 5),
 )
-@settings(max_examples=300)
-def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, scale_by_std):
-    setting = Setting(ExperienceConfig(**options), K, scale_by_std=scale_by_std)
-    memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, scale_by_std)
+@settings(max_examples=400)
+def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, success, scale_by_std, start):
+    setting = Setting(ExperienceConfig(**options), K, success, scale_by_std)
+    memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, success, scale_by_std)
     for step, (entries, replayed) in enumerate(history, 1):
         places = [int(place * len(model.rows)) for place in replayed] if model.rows else []
         memory.table.replayed(memory.table.rows()[places])
         for place in places:
             model.rows[place]["replays"] += 1
-        groups = [group_of(question, answers, step) for question, answers in entries]
-        memory.update(make_batch(groups), step, collect=True)
-        model.update(groups, step)
+        groups = [group_of(question, answers, step, mixed=mixed) for question, answers, mixed in entries]
+        memory.update(make_batch(groups), step, collect=step >= start)
+        model.update(groups, step, collect=step >= start)
         check(memory, model, step + 1)
         restored = ExperienceMemory(QUESTIONS, setting)
         restored.restore(copy.deepcopy(memory.arrays()), memory.all_trajectories())
@@ -189,23 +207,6 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
             assert (found.dtype, found.tolist()) == (array.dtype, array.tolist()), name
         if step % 2:
             memory = restored
-
-
-@given(st.lists(st.lists(st.tuples(st.just(1.0), st.integers(0, 8)), min_size=2, max_size=K), min_size=1, max_size=5))
-def test_of_each_solution_the_newest_answer_is_kept(history):
-    """Keys 0 say nothing: such answers are the same only where their tokens are."""
-    setting = Setting(ExperienceConfig(admit="solutions", expire=()), K)
-    memory = ExperienceMemory(1, setting)
-    for step, answers in enumerate(history):
-        memory.update(make_batch([group_of(0, answers, step)]), step, collect=True)
-    kept = memory.trajectories(0)
-    keys = [row.key for row in kept if row.key]
-    assert len(keys) == len(set(keys))
-    written = [first for answers in history for _, first in answers]
-    for key in set(keys):
-        (row,) = (row for row in kept if row.key == key)
-        assert row.response[0] == [first for first in written if first % 3 == key][-1]
-    assert {int(row.response[0]) for row in kept if not row.key} == {first for first in written if first % 3 == 0}
 
 
 def test_without_replay_nothing_is_forgotten_and_nobody_leaves():

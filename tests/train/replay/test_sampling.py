@@ -1,4 +1,4 @@
-"""The sampling law against closed forms and chi-square tests (seeded, so that they cannot flicker)."""
+"""Weights against the formulas of the papers, draws against chi-square tests (seeded, so that they cannot flicker)."""
 
 import itertools
 import math
@@ -29,24 +29,24 @@ CLOSED_FORMS = {
 }
 
 
-LAWS = [*CLOSED_FORMS, "random"]
+def units(now: int = 100, **columns) -> Units:
+    size = len(next(iter(columns.values())))
+    return Units.of(now, question=np.arange(size), **{name: np.array(column) for name, column in columns.items()})
 
 
-def prioritised(name: str, count: np.ndarray, samples: int = K, **options) -> Priority:
-    """What a function `prioritise` says of questions with these counts."""
-    setting = Setting(ExperienceConfig(**options), samples)
-    return rules.find("prioritise", name)(Units.of(1, question=np.arange(len(count)), count=count), setting)
+def prioritised(name: str, given: Units, **options) -> Priority:
+    return rules.find("prioritise", name)(given, Setting(ExperienceConfig(**options), K))
 
 
 def draw_questions(rng: np.random.Generator, count: np.ndarray, wanted: int, name: str, **options) -> np.ndarray:
     """Draw among the buffered questions, those with a count."""
     buffered = np.flatnonzero(count)
-    return buffered[draw(rng, len(buffered), wanted, prioritised(name, count[buffered], **options))]
+    return buffered[draw(rng, len(buffered), wanted, prioritised(name, units(count=count[buffered]), **options))]
 
 
 def weights(name: str, values: np.ndarray, **options) -> np.ndarray:
     """The weight of each of some different counts, in order."""
-    log_weight, stratum = prioritised(name, values, **options)
+    log_weight, stratum = prioritised(name, units(count=values), **options)
     np.testing.assert_array_equal(stratum, np.arange(len(values)))
     return np.exp(log_weight)
 
@@ -73,27 +73,12 @@ def test_mu_and_sigma_of_the_gaussian():
     np.testing.assert_allclose(ours, [0, -((10 / 7) ** 2) / 4.5, -0.5])
 
 
-def test_unknown_law_is_named():
-    with pytest.raises(ConfigError, match="unknown prioritise function 'gauss'; did you mean 'gaussian'"):
-        rules.find("prioritise", "gauss")
-
-
-@pytest.mark.parametrize("law", CLOSED_FORMS)
-def test_counts_are_drawn_by_the_law_over_those_that_occur(law):
-    sizes = {1: 50, 16 / 7: 50, 3: 50, 24 / 7: 60, 4: 200, 6: 400}
-    count, rng = counts(sizes), np.random.default_rng(1)
-    drawn = np.concatenate([draw_questions(rng, count, 5, law) for _ in range(4000)])
-    observed = [np.sum(count[drawn] == k) for k in sizes]
-    expected = np.array([CLOSED_FORMS[law](k) for k in sizes])
-    assert stats.chisquare(observed, len(drawn) * expected / expected.sum()).pvalue > 0.01
-
-
 @pytest.mark.parametrize("with_fresh_groups", [False, True])
 def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(with_fresh_groups):
     """From graded groups to planned questions: mixed groups show m of 7 and never 4 of 8."""
     shown = [(m, 7) for m in range(7)] + [(m, 8) for m in range(1, 8) if with_fresh_groups]
     shown = [pair for pair in shown for _ in range(30)]
-    replay = Replay(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), len(shown), K, 5)
+    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
     memory = replay.memory
     memory.update(make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]), 0, collect=True)
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
@@ -116,7 +101,7 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
 @pytest.mark.parametrize(("law", "sizes"), [("random", {1: 5, 32 / 7: 30, 7: 5}), ("gaussian", {24 / 7: 40})])
 def test_questions_without_weights_or_of_equal_count_are_equally_likely(law, sizes):
     count, rng = counts(sizes), np.random.default_rng(4)
-    assert (prioritised(law, count).log_weight is None) == (law == "random")
+    assert (prioritised(law, units(count=count)).log_weight is None) == (law == "random")
     drawn = np.concatenate([draw_questions(rng, count, 10, law) for _ in range(2000)])
     times = np.bincount(drawn, minlength=len(count))[count > 0]
     # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
@@ -131,24 +116,9 @@ def test_what_a_count_cannot_supply_goes_to_the_others():
     assert stats.binomtest(int(sum(took)), 4000, 7 / 8).pvalue > 0.01
 
 
-@given(st.lists(st.integers(0, 6), min_size=len(VALUES), max_size=len(VALUES)), st.data())
-def test_draws_are_distinct_buffered_questions(sizes, data):
-    count = counts(dict(zip(VALUES, sizes, strict=True)))
-    wanted = data.draw(st.integers(0, sum(sizes)))
-    law = data.draw(st.sampled_from(LAWS))
-    drawn = draw_questions(np.random.default_rng(data.draw(st.integers(0, 99))), count, wanted, law)
-    assert len(drawn) == len(set(drawn.tolist())) == wanted
-    assert (count[drawn] > 0).all()
-
-
 def test_a_very_narrow_law_still_draws_from_far_counts():
     count = counts({1: 2, 48 / 7: 3})
     assert len(draw_questions(np.random.default_rng(0), count, 5, "gaussian", sigma=1e-3)) == 5
-
-
-def test_too_large_a_number_is_refused():
-    with pytest.raises(ValueError, match="6 units asked for, and there are 5"):
-        draw_questions(np.random.default_rng(0), counts({1: 5}), 6, "uniform")
 
 
 WEIGHTS = [5.0, 1.0, 0.25, 3.0]
@@ -214,20 +184,69 @@ def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(l
     assert draw(rng, size, wanted, steep).tolist() == list(range(wanted))
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 16])
-def test_equal_weights_are_no_weights(monkeypatch, block):
-    monkeypatch.setattr(candidates, "BLOCK", block)
-    rng, times = np.random.default_rng(8), 4000
-    drawn = np.concatenate([draw(rng, 10, 3, Priority(np.full(10, -4.0))) for _ in range(times)])
-    statistic = np.sum((np.bincount(drawn) - 0.3 * times) ** 2) / (0.3 * times) * 9 / 7
-    assert 0.01 < stats.chi2(9).cdf(statistic) < 0.99
-
-
 @pytest.mark.parametrize("law", ["linear", "sqrt", "linear_clip"])
 def test_a_count_of_zero_comes_last(law):
     """Prompts may have it, questions with stored answers cannot."""
     count, rng = np.array([0.0, 3.0, 0.0, 5.0]), np.random.default_rng(0)
-    drawn = [draw(rng, 4, 3, prioritised(law, count)).tolist() for _ in range(300)]
+    drawn = [draw(rng, 4, 3, prioritised(law, units(count=count))).tolist() for _ in range(300)]
     assert all({1, 3} < set(one) for one in drawn)
     assert {one for of_draw in drawn for one in of_draw} == {0, 1, 2, 3}
-    assert set(draw(rng, 2, 1, prioritised(law, np.zeros(2))).tolist()) <= {0, 1}
+    assert set(draw(rng, 2, 1, prioritised(law, units(count=np.zeros(2)))).tolist()) <= {0, 1}
+
+
+STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
+
+
+@given(STEPS, st.data())
+def test_the_newest_and_the_oldest_steps_are_exhausted_in_order(steps, data):
+    wanted, rng = data.draw(st.integers(0, len(steps))), np.random.default_rng(data.draw(st.integers(0, 9)))
+    for name, order in (("newest", sorted(steps, reverse=True)), ("oldest", sorted(steps))):
+        drawn = draw(rng, len(steps), wanted, prioritised(name, units(step=steps)))
+        assert sorted(steps[i] for i in drawn) == sorted(order[:wanted])
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=20), st.data())
+def test_the_prompts_nearest_to_one_half_are_drawn_first(counts, data):
+    wanted, rng = data.draw(st.integers(0, len(counts))), np.random.default_rng(data.draw(st.integers(0, 9)))
+    drawn = draw(rng, len(counts), wanted, prioritised("middle", units(count=np.array(counts, float))))
+    distances = sorted(abs(count - 4) for count in counts)
+    assert sorted(abs(counts[i] - 4) for i in drawn) == distances[:wanted]
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=9))
+def test_an_advantage_weighs_by_the_root_of_its_size(advantages):
+    """(|A| + 1e-6)^(1/2): rollout-level replay, arXiv 2606.04560."""
+    log_weight, stratum = prioritised("advantage", units(advantage=advantages))
+    assert stratum is None
+    np.testing.assert_allclose(np.exp(log_weight), [math.sqrt(abs(a) + 1e-6) for a in advantages], rtol=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.3, 1.0]), st.integers(0, 500)), min_size=1, max_size=9),
+    st.sampled_from([0.5, 50.0, 500.0]),
+)
+def test_freshness_weighs_by_reward_and_age(rows, scale):
+    """p = (|reward| + 1e-6) exp(-age / tau), drawn by p^0.6: FreshPER, arXiv 2604.16918, and its code."""
+    reward, age = zip(*rows, strict=True)
+    given_units = units(now=600, reward=reward, step=[600 - one for one in age])
+    log_weight, stratum = prioritised("freshness", given_units, age_scale=scale)
+    assert stratum is None
+    logarithms = [0.6 * math.log(abs(r) + 1e-6) - 0.6 * a / scale for r, a in rows]
+    np.testing.assert_allclose(log_weight, logarithms, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "column"), [("advantage", "advantage"), ("freshness", "reward")])
+def test_what_is_not_known_of_a_prompt_is_one_clear_error(name, column):
+    with pytest.raises(ConfigError, match=rf"looks at '{column}', which is not known .*: there are question, count"):
+        prioritised(name, units(count=[1.0, 2.0]))
+
+
+def test_units_can_be_taken_by_number_and_by_a_mask():
+    whole = units(step=[3, 5, 7], count=[1.0, 2.0, 3.0], successes=[1, 0, 2], answers=[4, 0, 8])
+    np.testing.assert_array_equal(whole.accuracy, [0.25, 0, 0.25])
+    for places in (np.array([2, 0]), np.array([True, False, True])):
+        some = whole.take(places)
+        np.testing.assert_array_equal(some.question, np.arange(3)[places])
+        np.testing.assert_array_equal(some.age, np.array([97, 95, 93])[places])
+        assert len(some) == 2
+        assert some.take(np.array([1])).count.tolist() == [whole.count[places][1]]

@@ -13,11 +13,10 @@ from exgrpo.train.common.step_batch import BEHAVIOURS, OF_ROW
 from exgrpo.train.replay import stored
 from exgrpo.train.replay import table as module
 from exgrpo.train.replay.stored import OF_TRAJECTORY, pack
-from exgrpo.train.replay.table import NONE, OF_ORIGIN, Origin, Table
+from exgrpo.train.replay.table import NONE, OF_ORIGIN, Table
 from tests.train.batches import Row, lists, make_batch, sets
 
 QUESTIONS = 4
-ORIGIN = tuple(Origin.__dataclass_fields__)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def few(monkeypatch):
     monkeypatch.setattr(stored, "MOST", 16)
 
 
-def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
+def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
     """A trajectory and origin whose every column is different."""
     length = 1 + number % 3
     ids = np.arange(number, number + length, dtype=np.int32)
@@ -45,10 +44,10 @@ def a_row(number: int, question: int) -> tuple[Trajectory, Origin]:
         None if number % 4 or length == 1 else ids == number,
         KeptSets.of(sets(ids)) if number % 3 and number > 6 else None,
     )
-    return trajectory, Origin(number / 11 - 1, number % 5, number % 5 + 2, number % 2)
+    return trajectory, dict(zip(OF_ORIGIN, (number / 11 - 1, number % 5, number % 5 + 2, number % 2), strict=True))
 
 
-def add(table: Table, rows: list[tuple[Trajectory, Origin]]) -> list[int]:
+def add(table: Table, rows: list[tuple[Trajectory, dict]]) -> list[int]:
     """Store rows of `a_row` together; returns their numbers."""
     groups = [
         (
@@ -66,11 +65,11 @@ def add(table: Table, rows: list[tuple[Trajectory, Origin]]) -> list[int]:
         )
         for one, _ in rows
     ]
-    origins = {name: np.array([getattr(origin, name) for _, origin in rows]) for name in ORIGIN}
+    origins = {name: np.array([origin[name] for _, origin in rows]) for name in OF_ORIGIN}
     return table.add(make_batch(groups), **origins).tolist()
 
 
-def expected(trajectory: Trajectory, origin: Origin) -> dict:
+def expected(trajectory: Trajectory, origin: dict) -> dict:
     """The columns of a row."""
     return {
         "trajectory": trajectory,
@@ -82,7 +81,7 @@ def expected(trajectory: Trajectory, origin: Origin) -> dict:
         "reward": trajectory.reward,
         "length": len(trajectory.response),
         "key": trajectory.key,
-        **{name: getattr(origin, name) for name in ORIGIN},
+        **origin,
     }
 
 
@@ -172,8 +171,8 @@ def test_a_table_is_a_list_of_rows(operations):
                 table.tidy()
             case "fill":
                 table = Table(QUESTIONS)
-                origins = {name: np.array([one[name] for one in model]) for name in ORIGIN}
-                table.fill(pack([one["trajectory"] for one in model]), origins)
+                origins = {name: np.array([one[name] for one in model]) for name in OF_ORIGIN}
+                table.fill(pack([one["trajectory"] for one in model]), **origins)
         check(table, model)
         earlier.append((table.stored(), [one["trajectory"] for one in model]))
     for before, trajectories in earlier:  # what leaves or moves later does not change them

@@ -11,11 +11,10 @@ from exgrpo.train.config.options import ExperienceConfig, ObjectiveConfig
 from exgrpo.train.config.replay import LIMITS, PACKAGE
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
-from exgrpo.train.replay.difficulty import BANDS, BUCKETS
+from exgrpo.train.replay.difficulty import BANDS
 
 TABLES = [
     (ExperienceConfig, "trajectory", RULES),
-    (ExperienceConfig, "bucket_by", BUCKETS),
     (ObjectiveConfig, "train_on", BANDS),
 ]
 

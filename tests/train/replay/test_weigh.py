@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exgrpo.kernels import policy_loss
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.contract import PRESENT, Weighed, WeighOptions
@@ -21,7 +18,7 @@ from tests.train.fakes import fake_score
 from tests.train.trainers import half, make, updated
 
 CLIP, BETA = (0.2, 0.28), 0.1
-OPTIONS = WeighOptions(success=1.0, second_moment=0.04, trigger=1e-3, coefficient=0.3)
+OPTIONS = WeighOptions(success=1.0, second_moment=0.04, trigger=0.1, coefficient=0.3)
 NAMES = rules.names("weigh")
 
 
@@ -36,10 +33,6 @@ class Answer:
     @property
     def reward(self) -> float:
         return float(self.advantage > 0)
-
-    @property
-    def log_ratio(self) -> np.ndarray:
-        return self.present - self.log_prob
 
 
 def answer(log_prob, present, advantage: float) -> Answer:
@@ -162,7 +155,7 @@ def objectives(name: str, of: list[Answer], thetas: list[torch.Tensor]) -> torch
 MOVED = [(name, moved) for name in NAMES for moved in (0.0, 0.15) if not (name == "jensen_shannon" and moved)]
 
 
-@pytest.mark.parametrize("drift", [0.0, 0.3, 4.0])
+@pytest.mark.parametrize("drift", [0.0, 0.3, 1.0, 4.0])
 @pytest.mark.parametrize(("name", "moved"), MOVED)
 def test_gradients_are_those_of_the_papers_objective(name, moved, drift):
     """`moved`: how far later mini-batches see another policy than the one before the update."""
@@ -194,50 +187,6 @@ def test_the_extremes_of_the_divergences_pull():
     np.testing.assert_allclose(one.factor[:4], [0, 0.232, 0, -0.575], atol=1e-3)
     assert np.isfinite(one.factor).all()
     assert one.advantage == OPTIONS.coefficient
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.sampled_from([-2.0, -0.5, -0.25, 0.0, 0.25, 0.5, 2.0]), min_size=1, max_size=6),
-            st.sampled_from([-1.0, 0.0, 0.5]),
-        ),
-        max_size=5,
-    ),
-    st.sampled_from([0.01, 0.0625, 0.25, 1.0, 100.0]),
-)
-def test_the_largest_squares_are_left_out_until_the_mean_is_within_the_bound(rows, bound):
-    """Ratios are often equal here: as many are left out as by the loop, though not always the same of equal ones."""
-    of = [answer(np.full(len(ratios), -3.0), -3.0 + np.array(ratios), advantage) for ratios, advantage in rows]
-    masks = second_moment_masks(of, bound)
-    left, expected = [], []
-    terms = weighed("second_moment", of, WeighOptions(second_moment=bound))
-    for one, found, mask in zip(of, terms, masks, strict=True):
-        assert set(found.factor.tolist()) <= {0.0, 1.0}
-        squares = (one.log_ratio.astype(np.float64)) ** 2
-        left += squares[found.factor == 0].tolist()
-        expected += squares[mask == 0].tolist()
-        inward = one.log_ratio * one.advantage <= 0
-        assert found.factor[inward].all()
-    assert sorted(left) == sorted(expected)
-
-
-@given(
-    st.lists(
-        st.tuples(st.lists(st.floats(-12, 2, width=32), min_size=1, max_size=8), st.sampled_from([-0.5, 0.0, 0.5])),
-        max_size=4,
-    )
-)
-def test_a_veto_is_that_of_the_plain_loop(rows):
-    of = [
-        answer(np.full(len(ratios), -13.0), -13 + np.array(ratios, np.float32), advantage) for ratios, advantage in rows
-    ]
-    assert [one.factor.tolist() for one in weighed("veto", of)] == [veto_mask(one) for one in of]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_answers_have_no_terms(name):
-    assert weighed(name, []) == []
 
 
 def test_far_ratios_of_the_past_stay_finite():
@@ -327,13 +276,3 @@ def test_without_replayed_rows_nobody_is_asked(tmp_path):
     batch.fill(trained=np.array([0]))
     weigher(tmp_path, "def weigh(batch, options):\n    raise AssertionError\n")(batch)
     assert not batch.has("ratio_log_prob")
-
-
-def test_log_probs_that_are_not_asked_for_are_not_there(tmp_path):
-    """Though the batch has those of its fresh rows."""
-    batch = make_batch([(0, [Row(), Row(1.0, replayed=True)])], log_prob=np.zeros(4), advantage=np.zeros(2))
-    mine = weigher(tmp_path, "def weigh(batch, options):\n    return Weighed(batch.log_prob)\n")
-    assert mine.term == "shaped"
-    with pytest.raises(ConfigError, match=r"the column log_prob of the batch is not filled yet .*@needs\(present="):
-        mine(batch)
-    assert batch.has("log_prob")

@@ -62,7 +62,7 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
     """Every reply is the value of the equation before it, and nothing else is one."""
     (newest, *_), _ = survey(runs[0])
     experience = RunExperience(runs[0], newest)
-    stored = [experience.trajectory(row) for row in range(len(experience))]
+    stored = experience.answers[:]
     decode, replies = pretrained().tokenizer.decode, 0
     for one in stored:
         if one.written is None:
