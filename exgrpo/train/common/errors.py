@@ -37,10 +37,6 @@ class MethodError(ConfigError):
     """A function of a method of replay is wrong; the message names it."""
 
 
-class UnreadableRecipeError(ConfigError):
-    """A recipe may not be read, which a person can mend: it is no damage."""
-
-
 class DataError(ExgrpoError, ValueError):
     """Questions cannot be read or used; the message names the files and rows."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.common.distributed import World, agree
@@ -96,7 +96,6 @@ class Cards:
         head = ModelCardData(
             base_model=self.base if self.base_on_hub else None,
             datasets=self.hub_sets or None,
-            eval_results=self._results(found) or None,
             library_name="peft" if adapters else "transformers",
             model_name=f"{self.base} after {step} steps",
             pipeline_tag="text-generation",
@@ -144,45 +143,19 @@ class Cards:
     def _named(self, sources: tuple[str, ...]) -> str:
         return ", ".join(self.names[source] for source in sources)
 
-    def _scores(self, found: Mapping[str, float]) -> dict[str, tuple[float, float, float]]:
-        """Pass@1 with the ends of its interval, by set."""
-        headings = {name: "held_out" if name == TEST else name for name in self.sets}
-        return {
-            name: (found[f"{name}/pass_rate"], found[f"{heading}/low"], found[f"{heading}/high"])
-            for name, heading in headings.items()
-            if f"{name}/pass_rate" in found
-        }
-
     def _table(self, found: Mapping[str, float]) -> str:
-        lines = [
-            f"| {name} | {self._named(asked.source)} | {asked.samples} | {asked.temperature:g} | {rate:.3f} | "
-            f"{low:.3f} to {high:.3f} |"
-            for name, (rate, low, high) in self._scores(found).items()
-            for asked in (self.sets[name],)
-        ]
-        if not lines:
-            return NO_SCORES
+        """Pass@1 of each set with the ends of its interval."""
         columns = ("set", "questions", "answers per question", "temperature", "Pass@1", "95 % interval")
-        return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines])
-
-    def _results(self, found: Mapping[str, float]) -> list[EvalResult]:
-        return [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=self._named(self.sets[name].source),
-                dataset_name=name,
-                metric_type="pass@1",
-                metric_name="Pass@1",
-                metric_value=rate,
-                metric_args={
-                    "answers": self.sets[name].samples,
-                    "temperature": self.sets[name].temperature,
-                    "low": low,
-                    "high": high,
-                },
-            )
-            for name, (rate, low, high) in self._scores(found).items()
-        ]
+        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for name, asked in self.sets.items():
+            if f"{name}/pass_rate" in found:
+                heading = "held_out" if name == TEST else name
+                low, high = found[f"{heading}/low"], found[f"{heading}/high"]
+                lines.append(
+                    f"| {name} | {self._named(asked.source)} | {asked.samples} | {asked.temperature:g} | "
+                    f"{found[f'{name}/pass_rate']:.3f} | {low:.3f} to {high:.3f} |"
+                )
+        return "\n".join(lines) if found else NO_SCORES
 
 
 def _short(place: str) -> str:
