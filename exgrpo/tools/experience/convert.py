@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from exgrpo.tools.experience.export import COLUMNS, ROWS, SCHEMA, TOKENS, card, new_folder, write_shards
 from exgrpo.tools.experience.forms import FORMS, Answer, Decode, Form
 from exgrpo.train.common import jsonl, plain
-from exgrpo.train.common.errors import ConfigError, DataError, MissingDataError, ModelError, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import local_files, parquet_values
@@ -197,7 +197,7 @@ def import_answers(
     with new_folder(folder) as unfinished:
         files = local_files(source)
         if not files:
-            raise MissingDataError(f"{source}: there is no such file")
+            raise DataError(f"{source}: there is no such file")
         kind = FORMS[form] if form else recognised(files)
         told = Imported(source, kind.title)
         reading = Reading(files, kind, decoder(kind, tokenizer), prompts, rewards, skip_bad, told)

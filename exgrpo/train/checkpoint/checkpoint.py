@@ -167,12 +167,6 @@ class Checkpoints:
         flush_folder(folder.parent)
         shutil.rmtree(deleted)
 
-    def _remove_remains(self) -> None:
-        """Delete what a save or a deletion has left that was killed."""
-        for folder in (self.run / FOLDER).iterdir():
-            if folder.suffix in (UNFINISHED, DELETED):
-                shutil.rmtree(folder)
-
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
         """Continue from the newest checkpoint whose files are sound.
 
@@ -212,7 +206,8 @@ class Checkpoints:
     def _open(self, folder: Path) -> tuple[Checkpoint, ReplayState]:
         """A checkpoint of which everything is verified."""
         found = self._read(lambda: inspect(folder))
-        self._check(found)
+        if found.manifest.fingerprint != self.fingerprint:
+            raise CheckpointError(f"{folder} belongs to other training questions than the configuration names")
         self._read(lambda: self._verify_share(found))
         return found, self._read(lambda: self._state(found.manifest))
 
@@ -233,12 +228,9 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.replace(aside)
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
-            self._remove_remains()
-
-    def _check(self, found: Checkpoint) -> None:
-        manifest = found.manifest
-        if manifest.fingerprint != self.fingerprint:
-            raise CheckpointError(f"{found.folder} belongs to other training questions than the configuration names")
+            for folder in (self.run / FOLDER).iterdir():  # what a save or a deletion has left that was killed
+                if folder.suffix in (UNFINISHED, DELETED):
+                    shutil.rmtree(folder)
 
     def _read(self, action: Callable[[], T]) -> T:
         """What reading gives on this rank; all ranks call it together.

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
+from exgrpo.train.common.errors import RewardError, shown
 from exgrpo.train.common.functions import find_module, load_function, load_place, module_names
 from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.grading import AUTO, FORMS
@@ -60,13 +60,13 @@ def is_own(name: str) -> bool:
 def resolve_reward(name: str) -> Reward:
     """The reward function called `name`.
 
-    Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
-    attribute, or one that cannot be called as exgrpo.train.reward.contract says; MissingRewardError for a missing file.
+    Raises RewardError for an unknown name (naming near ones), a file that is missing, a module or file that cannot be
+    imported, a missing attribute, or one that cannot be called as exgrpo.train.reward.contract says.
     """
     if builtin := builtin_reward(name):
         return builtin.reward
     _check_place(name)
-    function = load_function(name, "reward", RewardError, MissingRewardError)
+    function = load_function(name, "reward", RewardError)
     contract_of(function, name)
     return function
 
@@ -86,7 +86,7 @@ def beside(name: str, kind: Kind) -> str | None:
         function = getattr(builtin, kind, None)
         return f"{function.__module__}:{function.__name__}" if function else None
     _check_place(name)
-    module = load_place(name, "reward", RewardError, MissingRewardError)
+    module = load_place(name, "reward", RewardError)
     return f"{name}_{kind}" if callable(getattr(module, f"{name.rpartition(':')[2]}_{kind}", None)) else None
 
 

@@ -16,7 +16,7 @@ from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
-from exgrpo.train.common.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
+from exgrpo.train.common.errors import HaltError, OutputError, RewardError, os_errors_as
 from exgrpo.train.common.process import Stopped
 from exgrpo.train.config.hub import upload
 from exgrpo.train.config.options import Config
@@ -272,11 +272,11 @@ class Run:
         try:
             result = preflight(self.config, self.answerer, questions, sampling)
         except RewardError as error:
-            raise PreflightError(str(error)) from None
+            raise HaltError(str(error)) from None
         say(str(result))
         problem = result.problem(self.config)
         if problem and self.config.preflight == "stop":
-            raise PreflightError(f"{problem}. To train all the same: --preflight warn")
+            raise HaltError(f"{problem}. To train all the same: --preflight warn")
         news = self.answerer.news()  # the problem says it, too
         for warning in [problem] if problem else news:
             say(f"warning: {warning}")

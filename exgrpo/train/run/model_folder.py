@@ -44,26 +44,20 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, w
     work, before = (folder.with_name(folder.name + end) for end in (UNFINISHED, DELETED))
 
     def write() -> None:
-        if world.is_main:
-            for remains in (work, before):  # a folder with adapters and a model would be neither
-                shutil.rmtree(remains, ignore_errors=True)
-        policy.save(work)
-        if world.is_main:
-            tokenizer.save_pretrained(work)
-            card.save(work / "README.md")
-            if folder.exists():
-                folder.replace(before)
-            work.replace(folder)
-            shutil.rmtree(before, ignore_errors=True)
+        with os_errors_as(OutputError, f"{folder} cannot be written", GO_ON):
+            if world.is_main:
+                for remains in (work, before):  # a folder with adapters and a model would be neither
+                    shutil.rmtree(remains, ignore_errors=True)
+            policy.save(work)
+            if world.is_main:
+                tokenizer.save_pretrained(work)
+                card.save(work / "README.md")
+                if folder.exists():
+                    folder.replace(before)
+                work.replace(folder)
+                shutil.rmtree(before, ignore_errors=True)
 
-    def attempt() -> None:
-        try:
-            with os_errors_as(OutputError, f"{folder} cannot be written"):
-                write()
-        except OutputError as error:
-            raise OutputError(f"{error}. {GO_ON}") from error
-
-    agree(world, attempt)
+    agree(world, write)
 
 
 class Cards:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common import jsonl
-from exgrpo.train.common.errors import DataError, MissingDataError, os_errors_as, shown
+from exgrpo.train.common.errors import DataError, os_errors_as, shown
 from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
 from exgrpo.train.data.questions import Question
 
@@ -141,7 +141,7 @@ def trace_files(source: Path) -> list[Path]:
                 )
             return files
         if not source.is_file():
-            raise MissingDataError(f"{source}: there is no such file or folder of traces")
+            raise DataError(f"{source}: there is no such file or folder of traces")
     if source.suffix not in SUFFIXES:
         raise DataError(f"{source}: unknown kind of file; traces are read from {' and '.join(SUFFIXES)}")
     return [source]

@@ -17,7 +17,7 @@ from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE
-from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.config.recipe import read_recipe
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
@@ -95,9 +95,6 @@ def test_another_rank_says_which_it_is_after_the_launcher_would_have_ended_it(mo
 
 
 def test_what_was_an_error_of_python_still_is_one():
-    for kind in (errors.MissingDataError, errors.MissingRewardError):
-        assert issubclass(kind, ValueError)
-        assert issubclass(kind, FileNotFoundError)
     for kind in (errors.ConfigError, errors.DataError, errors.ModelError, errors.RewardError, errors.ReportError):
         assert issubclass(kind, ValueError)
     for kind in (errors.CheckpointError, errors.RolloutError, errors.GraderError, errors.WeightMismatchError):
@@ -109,8 +106,8 @@ def test_an_error_of_the_system_names_what_could_not_be_done():
     with expected as caught, os_errors_as(OutputError, "/full cannot be written"):
         raise OSError(28, "No space left on device")
     assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(MissingDataError, match="^here$"), os_errors_as(OutputError, "there"):
-        raise MissingDataError("here")
+    with pytest.raises(DataError, match="^here$"), os_errors_as(OutputError, "there"):
+        raise DataError("here")
     with pytest.raises(ZeroDivisionError), os_errors_as(OutputError, "there"):
         raise ZeroDivisionError
 
