@@ -59,8 +59,8 @@ def work(options: Options) -> int:
     for record in records:
         tried.update(record.kills)
     failed = sum(bool(record.problems) for record in records)
-    tried |= {"damaged files": sum(len(record.damages) for record in records), "cases with a problem": failed}
     print(*(f"{name}: {number}" for name, number in sorted(tried.items())), sep="\n")
+    print(f"damaged files: {sum(len(record.damages) for record in records)}\ncases with a problem: {failed}")
     return failed
 
 

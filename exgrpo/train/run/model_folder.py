@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
-from exgrpo.train.common.distributed import World, agree
+from exgrpo.train.common.distributed import agree
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.held_out import held_out_sets
@@ -33,7 +33,7 @@ def export_folder(run: Path, step: int) -> Path:
     return run / EXPORTS / f"step_{step:08d}"
 
 
-def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, world: World) -> None:
+def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -> None:
     """Write the model, or its adapters, with its tokenizer and its card; all ranks call it together.
 
     A model that was there before goes when the new one is complete.
@@ -45,11 +45,11 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, w
 
     def write() -> None:
         with os_errors_as(OutputError, f"{folder} cannot be written", GO_ON):
-            if world.is_main:
+            if policy.world.is_main:
                 for remains in (work, before):  # a folder with adapters and a model would be neither
                     shutil.rmtree(remains, ignore_errors=True)
             policy.save(work)
-            if world.is_main:
+            if policy.world.is_main:
                 tokenizer.save_pretrained(work)
                 card.save(work / "README.md")
                 if folder.exists():
@@ -57,7 +57,7 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, w
                 work.replace(folder)
                 shutil.rmtree(before, ignore_errors=True)
 
-    agree(world, write)
+    agree(policy.world, write)
 
 
 class Cards:

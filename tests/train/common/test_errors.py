@@ -1,6 +1,5 @@
 """What a person can mend is one line of a program; what is broken in the code is a traceback."""
 
-import builtins
 import inspect
 import subprocess
 import sys
@@ -112,27 +111,14 @@ def test_an_error_of_the_system_names_what_could_not_be_done():
         raise ZeroDivisionError
 
 
-@pytest.fixture
-def forbidden(tmp_path, monkeypatch):
-    """A file that may not be opened, whoever the user is."""
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path = tmp_path / "mine.jsonl"
     path.write_text("{}")
-    opened = builtins.open
-
-    def refuse(file, *arguments, **options):
-        if str(file) == str(path):
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(file, *arguments, **options)
-
-    monkeypatch.setattr("io.open", refuse)
-    return path
-
-
-def test_a_file_that_may_not_be_read_is_named(forbidden):
-    with pytest.raises(DataError, match=rf"^{forbidden} cannot be read: Permission denied$"):
-        load_questions(str(forbidden), None, PromptFormat(chat=False, max_prompt_tokens=1))
-    with pytest.raises(ConfigError, match=rf"^{forbidden} cannot be read: Permission denied$"):
-        read_recipe(forbidden)
+    monkeypatch.setattr(Path, "open", fail_with(PermissionError(13, "Permission denied")))
+    with pytest.raises(DataError, match=rf"^{path} cannot be read: Permission denied$"):
+        load_questions(str(path), None, PromptFormat(chat=False, max_prompt_tokens=1))
+    with pytest.raises(ConfigError, match=rf"^{path} cannot be read: Permission denied$"):
+        read_recipe(path)
 
 
 def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):

@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_saved_is_named(tmp_path):
 
     (tmp_path / "model").mkdir()
     with pytest.raises(OutputError, match=rf"^{tmp_path / 'model'} {WAY_ON}"):
-        write_model(tmp_path / "model", SimpleNamespace(save=refuse), None, None, LoneWorld())
+        write_model(tmp_path / "model", SimpleNamespace(save=refuse, world=LoneWorld()), None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # the one before stays
 
 

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from exgrpo.train.common.errors import RewardError
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import QUESTIONS, preflight
@@ -28,7 +27,6 @@ def formless(response, gold):
 
 BROKEN = """
 import asyncio, json, os, time
-from exgrpo.train.reward.contract import batched
 
 def raises(response, gold):
     return json.loads("{")["score"]
@@ -49,10 +47,6 @@ def several(response, gold):
     if response[2] in "02468":
         raise KeyError(gold)
     time.sleep(60)
-
-@batched(2)
-def few(responses, golds):
-    return [1.0]
 
 def text(response, gold):
     return "1.0"
@@ -95,6 +89,8 @@ def test_fewer_questions_are_no_problem_and_a_reward_without_a_form_is_not_judge
     found, config = result(tmp_path, count=3, name="formless")
     assert str(found) == "preflight: of 3 answers 3 are finished, 0 are right"
     assert found.problem(config) is None, "hard questions may need more answers than one"
+    found, config = result(tmp_path, rewards={3: 0.2}, form={-1}, whole=0)
+    assert found.problem(config) is None, "an answer has earned something"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +108,6 @@ def test_what_cannot_earn_a_reward_is_named_with_the_remedy(tmp_path, options, c
     problem = found.problem(config)
     assert re.search(cause, problem)
     assert repr(found.example) in problem
-
-
-@pytest.mark.parametrize("rewards", [{3: 1.0}, {3: 0.2}])
-def test_one_answer_that_earns_something_is_enough(tmp_path, rewards):
-    found, config = result(tmp_path, rewards=rewards, form={-1}, whole=0)
-    assert found.problem(config) is None
 
 
 @pytest.mark.parametrize("preflight", ["stop", pytest.param("warn", marks=pytest.mark.long)])
@@ -207,12 +197,6 @@ def test_a_reward_that_fails_at_times_is_counted_and_told(tmp_path):
         r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 18\)",
         news,
     )
-
-
-@pytest.mark.parametrize(("name", "returned"), [("few", "1 rewards for 2 answers"), ("text", r"'1.0' \(str\)")])
-def test_what_is_no_reward_is_told_before_training(tmp_path, name, returned):
-    with pytest.raises(RewardError, match=f"mine.py:{name}' returned {returned} for an answer to 'question "):
-        graded(tmp_path, name)
 
 
 def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
