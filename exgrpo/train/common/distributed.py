@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from exgrpo.train.common.errors import ConfigError, ExgrpoError
-from exgrpo.train.common.threads import Rank, Threads, choose, look
+from exgrpo.train.common.threads import Rank, Threads, choose
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mappi
     local_rank, found = int(os.environ["LOCAL_RANK"]), None
     if local_rank == 0:
         same = kept["threads"] if kept and kept["ranks"] == world.size else None
-        found = choose(asked, same, ranks, ranks[0], lambda: look(ranks, ranks[0]))
+        found = choose(asked, same, ranks)
     return world.gather(found)[world.rank - local_rank]
 
 

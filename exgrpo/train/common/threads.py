@@ -6,7 +6,7 @@ and all threads wait for that one: a step then takes many times as long as with 
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,19 +59,15 @@ class Rank:
         return sum(bool(rank.processors & self.processors) for rank in ranks)
 
 
-def choose(
-    asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank, others: Callable[[], float]
-) -> Threads:
+def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Threads:
     """The threads of a process.
 
     Args:
         asked: by an option; None: not.
         kept: of the run that goes on with as many processes; None: there is none.
-        ranks: the processes of the run on this machine.
-        own: one of them.
-        others: looks how many processors others keep busy; it is asked only where nothing else says the number.
+        ranks: the processes of the run on this machine, the one that is meant first.
     """
-    sharing = own.sharing(ranks)
+    own, sharing = ranks[0], ranks[0].sharing(ranks)
     if asked:
         found = Threads(asked, "distributed.threads")
     elif named := _named():
@@ -79,28 +75,22 @@ def choose(
     elif kept and kept * sharing <= len(own.processors):
         return Threads(kept, "as the run began, which keeps its results the same to the bit")
     else:
-        found = _free(own, sharing, int(others() + FELT))
+        found = _free(own, sharing, int(look(ranks) + FELT))
     if kept and kept != found.count:
         why = f"{found.why}; the run began with {kept}, so the last bits of its results may differ"
         return Threads(found.count, why)
     return found
 
 
-def free_threads() -> Threads:
-    """The threads of a program that is alone: as the environment says, or as many as there are free processors."""
-    own = Rank.here()
-    return choose(None, None, [own], own, lambda: look([own], own))
-
-
-def look(ranks: Sequence[Rank], own: Rank) -> float:
-    """Processors that others keep busy, of those that a process of the run may use, observed for `LOOK` seconds."""
-    before = _now(ranks, own)
+def look(ranks: Sequence[Rank]) -> float:
+    """Processors that others keep busy, of those that the first process may use, observed for `LOOK` seconds."""
+    before = _now(ranks)
     time.sleep(LOOK)
-    passed, work, of_run = (now - then for now, then in zip(_now(ranks, own), before, strict=True))
-    return min(max(0.0, work - of_run) / passed, float(len(own.processors)))
+    passed, work, of_run = (now - then for now, then in zip(_now(ranks), before, strict=True))
+    return min(max(0.0, work - of_run) / passed, float(len(ranks[0].processors)))
 
 
-def _now(ranks: Sequence[Rank], own: Rank) -> tuple[float, float, float]:
+def _now(ranks: Sequence[Rank]) -> tuple[float, float, float]:
     """Seconds: the clock, the work of the processors, that of the run and of what it has started."""
     of_run = 0.0
     for rank in ranks:
@@ -111,7 +101,7 @@ def _now(ranks: Sequence[Rank], own: Rank) -> tuple[float, float, float]:
                     used = member.cpu_times()
                     of_run += used.user + used.system
     each = psutil.cpu_times(percpu=True)
-    mine = [each[number] for number in own.processors if number < len(each)]
+    mine = [each[number] for number in ranks[0].processors if number < len(each)]
     work = sum(sum(times[:8]) - times.idle - times.iowait for times in mine)  # guests are in the first of them
     return time.monotonic(), work, of_run
 

@@ -210,17 +210,9 @@ def _make_folder(config: Config, world: World) -> Path:
     def make() -> None:
         if config.resume == AUTO and is_unsaved(folder):
             set_aside(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=False)
+        with os_errors_as(ConfigError, f"output.folder: {folder} cannot be made", "Choose another output.folder"):
+            folder.mkdir(parents=True)
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        except FileExistsError:
-            raise ConfigError(
-                f"output.folder: {folder} exists already: choose another output.name or remove it"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
-            ) from None
 
     on_main(world, make)
     return folder
