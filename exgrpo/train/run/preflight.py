@@ -79,23 +79,24 @@ class Preflight:
         if self.right or not self.equal:
             return None
         if self.hidden:
-            return (
+            why = (
                 f"none of {self.answers} answers earns a reward, but {self._hidden}, or ask for the form that is read "
-                f"in data.prompt_format. One answer ends: {self.example!r}"
+                "in data.prompt_format"
             )
-        if self.finished == 0:
-            return (
+        elif self.finished == 0:
+            why = (
                 f"all {self.answers} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
-                f"right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format. One answer "
-                f"ends: {self.example!r}"
+                "right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format"
             )
-        if self.formed == 0:
-            return (
+        elif self.formed == 0:
+            why = (
                 f"none of {self.answers} answers has the form that the reward {', '.join(self.rewards)} needs: ask for "
                 "it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
-                f"another reward.function. One answer ends: {self.example!r}"
+                "another reward.function"
             )
-        return None
+        else:
+            return None
+        return f"{why}. One answer ends: {self.example!r}"
 
 
 def _broken(reward: str, failures: Sequence[Failure]) -> str:
