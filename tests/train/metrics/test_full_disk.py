@@ -71,7 +71,7 @@ def test_all_ranks_hear_of_it(tmp_path):
             return [value]
 
     made = object.__new__(recorder.Recorder)
-    made._parts, made._next, made._log = SimpleNamespace(world=Watched()), {}, RunLog(tmp_path)
+    made._world, made._next, made._log = Watched(), {}, RunLog(tmp_path)
     with pytest.raises(OutputError):
         made.record("training", {"step": 1})
     assert isinstance(told[-1], OutputError)

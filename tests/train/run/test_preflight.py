@@ -167,14 +167,14 @@ def graded(tmp_path, name, count=4, **sections):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 6\). Mend the function"),
+        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Mend the function"),
         (
             "slow",
             r"it took longer than reward.time_limit \(0.5 s\). Make the function faster, or raise --reward.time_l",
         ),
         ("dies", r"the grading process died \(exit code 3\). Mend"),
-        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 15\). Mend"),
-        ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 22\). Make"),
+        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Mend"),
+        ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 21\). Make"),
     ],
 )
 def test_a_reward_that_never_works_is_told_with_its_error_the_answer_and_the_remedy(tmp_path, name, cause):
@@ -194,7 +194,7 @@ def test_a_reward_that_fails_at_times_is_counted_and_told(tmp_path):
     assert found.problem(config) is None
     (news,) = asked.news()
     assert re.search(
-        r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 18\)",
+        r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 17\)",
         news,
     )
 
