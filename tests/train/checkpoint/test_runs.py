@@ -70,7 +70,7 @@ def assert_same_but_for_rounding(records, rights):
 
 
 def test_a_run_that_0_1_0_wrote_goes_on_by_its_recipe_as_it_went_on_there(tmp_path):
-    """Two steps, on any processor.
+    """Two steps, on any processor, of a random Llama with two layers of width 16, begun on one thread of a CPU.
 
     Other instructions round otherwise, by 1e-7 of a log-prob, and would change an answer whose random number is so near
     to the border between two words. None does: with weights and moments that were off by 1e-4 of themselves, and with
