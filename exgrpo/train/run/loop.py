@@ -271,11 +271,10 @@ class Run:
             return
         questions, sampling = self.inputs.train_set.first(QUESTIONS), self.trainer.sampling
         try:
-            result = preflight(self.config, self.answerer, questions, sampling)
+            found, problem = preflight(self.config, self.answerer, questions, sampling)
         except RewardError as error:
             raise HaltError(str(error)) from None
-        say(str(result))
-        problem = result.problem(self.config)
+        say(found)
         if problem and self.config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
         news = self.answerer.news()  # the problem says it, too
