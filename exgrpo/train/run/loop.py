@@ -16,7 +16,7 @@ from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
-from exgrpo.train.common.errors import HaltError, OutputError, RewardError, os_errors_as
+from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as
 from exgrpo.train.common.process import Stopped
 from exgrpo.train.config.hub import upload
 from exgrpo.train.config.options import Config
@@ -270,10 +270,7 @@ class Run:
         if self.config.preflight == "off":
             return
         questions, sampling = self.inputs.train_set.first(QUESTIONS), self.trainer.sampling
-        try:
-            found, problem = preflight(self.config, self.answerer, questions, sampling)
-        except RewardError as error:
-            raise HaltError(str(error)) from None
+        found, problem = preflight(self.config, self.answerer, questions, sampling)
         say(found)
         if problem and self.config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
