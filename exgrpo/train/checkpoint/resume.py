@@ -49,16 +49,13 @@ def locate(config: Config) -> Path | None:
         return None
     with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
         run = _meant(config) if config.resume == AUTO else Path(config.resume)
-    if run is None:
-        return None
-    if not run.is_dir():
-        raise ConfigError(f"resume: there is no folder {run}")
-    with os_errors_as(ConfigError, f"resume: {run} cannot be read"):
+        if run is None:
+            return None
+        if not run.is_dir():
+            raise ConfigError(f"resume: there is no folder {run}")
         found, problems = survey(run)
     if not found:
-        raise ConfigError(
-            f"resume: {run} has no complete checkpoint to continue from" + "".join(f"; {p}" for p in problems)
-        )
+        raise ConfigError("; ".join([f"resume: {run} has no complete checkpoint to continue from", *problems]))
     return run
 
 

@@ -64,19 +64,16 @@ def _status(work: Callable[[], None], stopped: str) -> int:
     except RuntimeError as error:
         if not _COLLECTIVE.search(str(error)):
             raise
-        return print_error(_lost(error))
+        lost = (
+            f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it "
+            "says why; if its machine or the network has, mend that; then go on with --resume auto"
+        )
+        return print_error(LostProcessError(lost))
     except KeyboardInterrupt as stop:
         if is_first_rank():
             print(stop if isinstance(stop, Stopped) else stopped, file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
-
-
-def _lost(error: RuntimeError) -> LostProcessError:
-    return LostProcessError(
-        f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it says "
-        "why; if its machine or the network has, mend that; then go on with --resume auto"
-    )
 
 
 def quiet() -> None:

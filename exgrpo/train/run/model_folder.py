@@ -73,8 +73,6 @@ class Cards:
         path = config.policy.path
         self.base_on_hub = on_hub(path)
         self.base = _short(path) if Path(path).expanduser().exists() else path
-        sources = dict.fromkeys([*config.data.train, *(one for asked in self.sets.values() for one in asked.source)])
-        self.names = {source: _short(source) if Path(source).suffix in SUFFIXES else source for source in sources}
         self.hub_sets = [source.partition(":")[0] for source in config.data.train if from_hub(source)]
 
     def card(self, step: int, found: Mapping[str, float]) -> ModelCard:
@@ -134,8 +132,9 @@ class Cards:
             "versions": installed(*PACKAGES),
         }
 
-    def _named(self, sources: tuple[str, ...]) -> str:
-        return ", ".join(self.names[source] for source in sources)
+    @staticmethod
+    def _named(sources: tuple[str, ...]) -> str:
+        return ", ".join(_short(source) if Path(source).suffix in SUFFIXES else source for source in sources)
 
     def _table(self, found: Mapping[str, float]) -> str:
         """Pass@1 of each set with the ends of its interval."""
