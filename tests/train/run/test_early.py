@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,7 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
     script = f"""if True:
         import sys, json
         from contextlib import ExitStack
+from pathlib import Path
         from exgrpo.train import main as program
         from exgrpo.tools.estimate import program as estimate
         from exgrpo.tools.evaluate import program as evaluate
@@ -176,3 +178,8 @@ def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
         first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
     assert first.held_out == second.held_out
     assert first.train != second.train
+
+
+def test_no_time_is_measured_by_the_clock_of_the_day_which_may_jump():
+    package = Path(program.__file__).parents[1]
+    assert not [path for path in package.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")]
