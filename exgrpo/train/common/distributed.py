@@ -163,16 +163,12 @@ def missing_gpu(world: World) -> str | None:
 
     The launcher starts as many processes as it is told, GPUs or not.
     """
-    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
+    driver = DRIVER.exists()
+    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu" or not (driver or world.size > 1):
         return None
     build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may tell why"
-    if DRIVER.exists():
-        return (
-            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU ({build}): the CPU computes"
-        )
-    if world.size > 1:
-        return f"torch sees no GPU: the {world.size} processes compute on CPUs"
-    return None
+    machine = "this machine has an NVIDIA driver, but " if driver else ""
+    return f"{machine}torch {torch.__version__} sees no GPU ({build}): the CPU computes"
 
 
 def _without_launcher() -> None:
