@@ -73,14 +73,11 @@ class Run:
     """A run that is set up and checked.
 
     Args:
-        config: what to do.
+        config, resources, resume: see `run`.
         inputs: what it starts from.
         world: the processes that do it.
-        resources: closes what the run opens.
-        resume: folder of the run to go on with; None: a new one.
 
     Attributes:
-        parts: what it consists of.
         step: the last finished training step.
         started: what the experience of a new run has begun with; None: nothing.
         course: the evaluations, before the first step, between steps and after the last one.
