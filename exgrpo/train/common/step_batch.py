@@ -27,6 +27,7 @@ SCORES = ("old_log_prob", "log_prob", "entropy")
 """Of fresh rows, what the trainer computes, and only for those whose numbers something needs."""
 
 
+# The columns, each with its type: of groups, of rows, of tokens. What they hold, `StepBatch` says.
 class _OfGroup:
     question: Ints
     prompt: Objects
