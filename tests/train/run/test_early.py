@@ -74,7 +74,6 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
     script = f"""if True:
         import sys, json
         from contextlib import ExitStack
-from pathlib import Path
         from exgrpo.train import main as program
         from exgrpo.tools.estimate import program as estimate
         from exgrpo.tools.evaluate import program as evaluate
