@@ -8,6 +8,7 @@ program becomes the training program.
 import datetime
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.tools.first import main as first
     from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
-    from exgrpo.train.common.process import INTERRUPTED, leave, quiet
+    from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, leave, quiet
     from exgrpo.train.config.command_line import one_line
     from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.main import configure
@@ -124,6 +125,8 @@ def _start(options: Launch, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    own = options.model_dump(exclude_defaults=True)
+    os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
     # The store of one start has the addresses of the processes that are gone: each start needs its own.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(

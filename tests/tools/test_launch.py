@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -91,17 +90,47 @@ def test_a_run_that_was_not_saved_begins_anew_and_without_a_restart_left_the_end
 
 
 @pytest.mark.long
-def test_a_stopped_run_says_how_to_go_on(tmp_path):
+def test_the_last_line_of_a_stopped_run_has_the_command_that_goes_on(tmp_path):
     launcher = Launcher(tmp_path / "with a space", "--processes=2", "--restarts=1")
     launcher.wait(lambda: launcher.saved(1))
     launcher.process.send_signal(signal.SIGINT)
     _, said = launcher.process.communicate(timeout=240)
-    way_on = r"^stopped after step [12] of 3\. To go on after step [12]: the same command with (.*)$"
-    (option,) = re.findall(way_on, said, re.MULTILINE)
-    done = launch(MAIN, *OPTIONS, *shlex.split(option), f"--output.folder={tmp_path / 'with a space'}", ranks=2)
+    (way_on,) = re.findall(r"^stopped after step [12] of 3\. To go on after step [12]: (.*)$", said, re.MULTILINE)
+    assert "--processes=2 --restarts=1 --resume " in way_on
+    here = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", way_on], env=here, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "going on with" in done.stdout
     assert (launcher.run / "finished").exists()
+
+
+HOST = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        ({}, "exgrpo train"),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, "exgrpo train --processes 2"),
+        (
+            {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", process.LAUNCHED: "--processes=2 --restarts=1"},
+            "exgrpo train --processes=2 --restarts=1",
+        ),
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, "deepspeed main.py"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", **HOST},
+            "torchrun --nnodes=2 --node_rank=0 --master_addr=node1 --nproc_per_node=2 main.py",
+        ),
+    ],
+)
+def test_the_command_that_goes_on_starts_as_many_processes(monkeypatch, variables, command):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", process.LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    monkeypatch.setattr(process.shutil, "which", lambda _: "/bin/exgrpo")
+    assert process.command_to_go_on(Path("runs/it's")) == f"{command} --resume 'runs/it'\"'\"'s'"
 
 
 def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):

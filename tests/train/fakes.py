@@ -29,6 +29,7 @@ class LoneWorld:
     rank, size, is_main = 0, 1, True
     device = torch.device("cpu")
     threads = kept = None
+    ranks = ()
 
     def gather(self, value):
         return [value]

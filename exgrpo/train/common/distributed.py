@@ -28,6 +28,7 @@ class World:
         device: where this process computes.
         control: gloo group for Python objects, beside NCCL on GPUs; None where this process is alone.
         threads: of each process on this machine; None: as torch chooses (GPUs).
+        ranks: the processes of the run on this machine.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup | None
     threads: Threads | None = None
+    ranks: tuple[Rank, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -140,8 +142,8 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
     first = world.rank - local_rank
-    ranks = world.gather(Rank.here())[first : first + local_size]
-    world = dataclasses.replace(world, threads=_threads(world, ranks, threads, kept))
+    ranks = tuple(world.gather(Rank.here())[first : first + local_size])
+    world = dataclasses.replace(world, ranks=ranks, threads=_threads(world, ranks, threads, kept))
     if world.threads:
         torch.set_num_threads(world.threads.count)
     return world

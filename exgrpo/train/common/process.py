@@ -9,6 +9,8 @@ import faulthandler
 import logging
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -28,6 +30,8 @@ _COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
 """In the messages of torch's collectives, whose errors have no class of their own."""
 INTERRUPTED = 130
 """Exit status of a program that a person or the system has stopped."""
+LAUNCHED = "EXGRPO_LAUNCHED"
+"""Environment variable in which the processes that `exgrpo train` starts find its own options."""
 SERVER = "EXGRPO_SERVER"
 """Environment variable in which a server's processes find its process id."""
 LOOK_EVERY = 1.0
@@ -74,6 +78,28 @@ def _status(work: Callable[[], None], stopped: str) -> int:
             print(stop if isinstance(stop, Stopped) else stopped, file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def command_to_go_on(folder: Path) -> str:
+    """The command that goes on with a run in this folder on as many processes as now."""
+    here = os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's, PyTorch's
+    train = ["exgrpo", "train"] if shutil.which("exgrpo") else [sys.executable, "-m", "exgrpo.tools.launch"]
+    if LAUNCHED in os.environ:
+        train += shlex.split(os.environ[LAUNCHED])
+    elif os.environ.get("WORLD_SIZE", here) != here:
+        train = [*_launcher_of_hosts(here), sys.argv[0]]
+    elif here != "1":
+        train += ["--processes", here]
+    return shlex.join([*train, "--resume", str(folder)])
+
+
+def _launcher_of_hosts(processes: str) -> list[str]:
+    """The launcher of a run on several hosts as it is started on this one, and on the others by their own rank."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["deepspeed"]  # it knows them by its hostfile
+    named = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR"}
+    own = [f"--{option}={os.environ[name]}" for option, name in named.items()]
+    return ["torchrun", *own, f"--nproc_per_node={processes}"]
 
 
 def quiet() -> None:

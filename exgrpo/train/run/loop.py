@@ -1,7 +1,6 @@
 """A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
 
 import logging
-import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,7 +16,8 @@ from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
 from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as
-from exgrpo.train.common.process import Stopped
+from exgrpo.train.common.process import Stopped, command_to_go_on
+from exgrpo.train.common.threads import Neighbours
 from exgrpo.train.config.hub import upload
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import to_yaml
@@ -109,6 +109,8 @@ class Run:
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
+        threads = world.threads if world.is_main else None
+        self.neighbours = Neighbours.of(world.ranks, threads.count) if threads else None
 
     def _start_experience(self) -> Started | None:
         pretrained, stop = self.inputs.pretrained, self.config.rollout.stop
@@ -188,12 +190,13 @@ class Run:
         """Write a step down, say what there is to say of it, and stop where it teaches nothing any more."""
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
+        crowded = self.neighbours.observe(result.metrics) if self.neighbours else None
         if check_every and self.step % check_every == 0:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
         unsound = self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), unsound)):
+        for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:
@@ -229,8 +232,7 @@ class Run:
         if not found:
             why = "before the first checkpoint" if self.config.checkpoint.every else "and checkpoint.every is None"
             return f"{done}, {why}: nothing to go on with in {self.folder}"
-        option = f"--resume {shlex.quote(str(self.folder))}"
-        return f"{done}. To go on after step {found[0].step}: the same command with {option}"
+        return f"{done}. To go on after step {found[0].step}: {command_to_go_on(self.folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, world = self.config, self.inputs.train_set, self.world

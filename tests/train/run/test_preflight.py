@@ -235,7 +235,7 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     assert error.startswith("error: in each of the last 3 steps more than 50% of the answers could not be graded, 100%")
     assert (
         "KeyError: '[/b]' (mine.py, line 2). Mend the function, or bear more by --reward.max_failed. The run has "
-        "stopped after step 3 of 4. To go on after step 3: the same command with "
+        "stopped after step 3 of 4. To go on after step 3: "
     ) in error
     assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
