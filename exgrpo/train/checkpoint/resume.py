@@ -7,7 +7,7 @@ from pathlib import Path
 
 from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, folders, survey
 from exgrpo.train.common.durable import LOCK, claim
-from exgrpo.train.common.errors import ConfigError, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, is_first_rank, os_errors_as, shown
 from exgrpo.train.config.options import PLANNED, Config
 from exgrpo.train.config.recipe import changed, load_recipe, validate
 from exgrpo.train.config.section import flat
@@ -65,7 +65,7 @@ def _meant(config: Config) -> Path | None:
     A run without a sound checkpoint passes for it: to begin anew beside that would hide what happened.
     """
     for run in _unfinished(config):
-        if config.output.name or not find(run) or not _changes(config, saved_config(run)):
+        if config.output.name or not find(run) or not _changes(config, _copy(run)):
             return run
     return None
 
@@ -79,7 +79,7 @@ def _unfinished(config: Config) -> list[Path]:
 
 
 def begun_anew(config: Config, folder: Path | str) -> str:
-    """Why `auto` has found no run to go on with, in one sentence, and what differs in the newest run, if there is any.
+    """Why `auto` has found no run to go on with, in one sentence; and what differs in the nearest one, if there is any.
 
     Args:
         config: what is asked for.
@@ -89,10 +89,10 @@ def begun_anew(config: Config, folder: Path | str) -> str:
     others = [] if name else _unfinished(config)
     if not others:
         return f"no unfinished run{f' {name}' if name else ''} in {root}: a new one begins in {folder}"
+    changes, run = min(((_changes(config, _copy(run)), run) for run in others), key=lambda found: len(found[0]))
     return (
-        f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The newest is {others[0]}, "
-        f"where {_told(_changes(config, saved_config(others[0])))}; to go on with that one: --resume "
-        f"{shlex.quote(str(others[0]))}"
+        f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The nearest is {run}, "
+        f"where {_told(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
     )
 
 
@@ -115,11 +115,32 @@ def finished(config: Config) -> Path | None:
 
 
 def saved_config(run: Path) -> Config:
-    """The configuration of a run, as its newest complete checkpoint has it.
+    """The configuration of a run with a complete checkpoint: config.yaml, held against the checkpoint's copy.
+
+    Where config.yaml is lost or damaged, the copy is taken and a warning says so.
 
     Raises:
-        ConfigError: another version of this package wrote it, with options that this one does not have.
+        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named.
     """
+    copy, path = _copy(run), run / "config.yaml"
+    try:
+        if path.is_file() and not path.stat().st_size:
+            raise ConfigError(f"{path} is empty")
+        saved = load_recipe(path)
+    except ConfigError as error:
+        if is_first_rank():
+            logger.warning("%s: the configuration is taken from %s", error, find(run)[0].folder)
+        return copy
+    if differing := _changes(saved, copy):
+        raise ConfigError(
+            f"{path} is not what the run was saved with: {_told(differing)}; "
+            "put it right, or remove it: the checkpoint has a copy"
+        )
+    return saved
+
+
+def _copy(run: Path) -> Config:
+    """The configuration in the newest complete checkpoint of a run."""
     newest = find(run)[0]
     return validate(newest.manifest.config, f"the configuration in {newest.folder}")
 

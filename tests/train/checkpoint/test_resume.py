@@ -6,10 +6,10 @@ import time
 import pytest
 
 from exgrpo.train.checkpoint.listing import find
-from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate
+from exgrpo.train.checkpoint.resume import FINISHED, begun_anew, continued, locate, saved_config
 from exgrpo.train.common.durable import LOCK, claim
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.recipe import DEFAULT_RUN, changed, parse_args
+from exgrpo.train.config.recipe import DEFAULT_RUN, changed, parse_args, to_yaml
 from exgrpo.train.main import configure
 from tests.train.checkpoint.parts import saved_run
 from tests.train.configs import configured
@@ -49,14 +49,16 @@ def test_auto_goes_on_with_the_newest_run_of_the_configuration_that_is_asked_for
     assert locate(asked()) == tmp_path / "same"  # the engine is one that the run has chosen by itself
     assert locate(asked(steps=50, evaluation={"every": 7})) == tmp_path / "same"
     assert locate(asked(seed=1)) == tmp_path / "other"
+    run_of(tmp_path / "far", seed=2, questions=8, experience={"ratio": 0.75})
     neither = asked(seed=1, questions=32, experience={"ratio": 0.25})
     assert locate(neither) is None
     told = begun_anew(neither, tmp_path / "new")
-    assert f"a new one begins in {tmp_path / 'new'}. The newest is {tmp_path / 'other'}, where questions was" in told
+    assert f"a new one begins in {tmp_path / 'new'}. The nearest is {tmp_path / 'other'}, where questions was" in told
     assert "experience.ratio was 0.5 and is now 0.25; to go on with that one: --resume" in told
     assert "seed" not in told
-    assert locate(asked(rollout={"engine": "vllm"})) is None
-    assert "rollout.engine was 'transformers' and is now 'vllm'" in begun_anew(asked(rollout={"engine": "vllm"}), "new")
+    engine = asked(rollout={"engine": "vllm"})
+    assert locate(engine) is None
+    assert "rollout.engine was 'transformers' and is now 'vllm'" in begun_anew(engine, "new")
 
 
 def test_auto_does_not_begin_anew_beside_a_run_whose_checkpoints_are_damaged(tmp_path):
@@ -97,6 +99,26 @@ def test_a_run_goes_on_as_it_began():
     another = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
         continued(another, saved)
+
+
+def test_a_damaged_configuration_is_taken_from_the_checkpoint_and_a_sound_one_may_say_more_steps(tmp_path, caplog):
+    saved_run(tmp_path, steps=(2,), config=configured(seed=7, steps=30).model_dump(mode="json"))
+    path = tmp_path / "config.yaml"
+    for content in (None, "", "seed: [", "sede: 0\n", "\0\0\0", "- 1\n"):
+        if content is not None:
+            path.write_text(content)
+        caplog.clear()
+        saved = saved_config(tmp_path)
+        assert (saved.seed, saved.steps) == (7, 30)
+        (warning,) = caplog.messages
+        assert f"{path}" in warning
+        assert "is taken from" in warning
+    path.write_text(to_yaml(configured(seed=7, steps=40)))
+    assert saved_config(tmp_path).steps == 40
+    path.write_text(to_yaml(configured(seed=8, steps=40)))
+    told = r"config\.yaml is not what .*: seed was 7 and is now 8; put it right, or rem"
+    with pytest.raises(ConfigError, match=told):
+        saved_config(tmp_path)
 
 
 def test_a_lock_that_cannot_be_had_or_read_is_named(tmp_path, monkeypatch):

@@ -100,6 +100,7 @@ def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path, 
     done = completed(MAIN, f"--resume={run}", ranks=2)
     assert f"going on with {run} after step 6" in done.stdout
     assert done.stderr.count(f"{shard} is damaged") == 1
+    assert done.stderr.count(f"{run / 'config.yaml'} is empty") == 1
     assert untimed(run) == untimed(whole)
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     config = (whole / "config.yaml").read_text().replace("resume: null", f"resume: {run}")
