@@ -15,7 +15,7 @@ from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
-from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as
+from exgrpo.train.common.errors import HaltError, OutputError, RewardError, os_errors_as
 from exgrpo.train.common.process import Stopped, command_to_go_on
 from exgrpo.train.common.threads import Neighbours
 from exgrpo.train.config.hub import upload
@@ -269,7 +269,10 @@ class Run:
         if self.config.preflight == "off":
             return
         questions, sampling = self.inputs.train_set.first(QUESTIONS), self.trainer.sampling
-        found, problem = preflight(self.config, self.answerer, questions, sampling)
+        try:
+            found, problem = preflight(self.config, self.answerer, questions, sampling)
+        except RewardError as error:  # training is worth nothing, as where the reward fails on all answers
+            raise HaltError(str(error)) from None
         say(found)
         if problem and self.config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")

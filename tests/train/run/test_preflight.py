@@ -215,9 +215,11 @@ def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_p
     (tmp_path / "mine.py").write_text(BROKEN)
     reward, folder = f"--reward.function={tmp_path}/mine.py:{name}", f"--output.folder={tmp_path}/runs"
     done = launch(MAIN, *SMALL, reward, folder, ranks=ranks)
-    assert done.returncode == (1 if name == "raises" else 2), done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert ("JSONDecodeError" if name == "raises" else "returned '1.0' (str)") in error
+    assert "Mend the function" in error
+    assert re.search(r" ends: ['\"]", error), "the answer that was graded"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
 
