@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, os_errors_as
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import merged, read_recipe, recipe_path, validate
@@ -232,7 +232,7 @@ def load_study(path: Path) -> Study:
     Raises:
         ConfigError: the file is missing or wrong; the message names the key.
     """
-    with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+    with os_errors_as(ConfigError, f"{path} cannot be read"):
         if not path.is_file():
             raise ConfigError(f"{path}: no such study")
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -20,7 +20,7 @@ from exgrpo.train.common.errors import ConfigError, ExgrpoError
 from exgrpo.train.common.process import SERVER
 
 with needs(__name__, "exgrpo[train]"):
-    from exgrpo.train.common.threads import VARIABLE, free_threads
+    from exgrpo.train.common.threads import VARIABLE, Rank, choose
     from exgrpo.train.config.pretrained import from_arguments
     from exgrpo.train.policy.check import check_positions, check_weights
     from exgrpo.train.policy.source import ModelSource, find_model
@@ -80,7 +80,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         switches.append("--enforce-eager")
         # By default each server would take the cores that the trainer has.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environment[VARIABLE] = str(free_threads().count)
+        environment[VARIABLE] = str(choose(None, None, [Rank.here()]).count)
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped, launch, open_inputs, tiny_run
 from exgrpo.tools.doctor.machine import device, processes
 from exgrpo.tools.estimate.parts import GIB
+from exgrpo.train.common.errors import shown
+from exgrpo.train.common.success import is_success
 from exgrpo.train.config.recipe import to_yaml
 
 if TYPE_CHECKING:
@@ -185,7 +187,7 @@ def check_vllm(given: Given) -> str:
     from exgrpo.train.rollout.engine import Sampling, training_settings
     from exgrpo.train.rollout.registry import Choice, open_engine
     from exgrpo.train.rollout.vllm.availability import BUILDS, installed_version, obstacle
-    from exgrpo.train.run.preflight import QUESTIONS, preflight
+    from exgrpo.train.run.preflight import QUESTIONS
 
     settings = training_settings(config, inputs.pretrained)
     reason, kind = obstacle(settings, world), world.device.type
@@ -198,11 +200,12 @@ def check_vllm(given: Given) -> str:
     answerer = Answerer(engine, inputs.grader, inputs.pretrained.tokenizer.decode, world)
     start = time.perf_counter()
     questions = inputs.train_set.first(QUESTIONS)
-    result = preflight(config, answerer, questions, Sampling(max_tokens=config.rollout.max_tokens))
-    seconds = time.perf_counter() - start
-    if not result.right:  # the model answers four in ten rightly
-        raise CheckFailedError(f"{result}: vLLM computes another model. One ends: {result.example!r}. {VLLM_REMEDY}")
-    return f"{result.right} of {result.answers} answers are right; {answerer.tokens / seconds:.0f} tokens/s"
+    batch = answerer.answer(questions, [1] * len(questions), Sampling(config.rollout.max_tokens), config.seed)
+    seconds, right = time.perf_counter() - start, int(is_success(batch.reward, config.reward.success).sum())
+    told = f"{right} of {len(batch)} answers are right"
+    if not right:  # the model answers four in ten rightly
+        raise CheckFailedError(f"{told}: vLLM computes another model. One is {shown(batch.text[0])}. {VLLM_REMEDY}")
+    return f"{told}; {answerer.tokens / seconds:.0f} tokens/s"
 
 
 def check_weights(given: Given) -> str:

@@ -42,7 +42,7 @@ from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import conversations_of
-from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score
+from exgrpo.train.run.validation_scores import SourceScore, Verdict, question_key, score, unasked
 
 ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
 
@@ -265,16 +265,15 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         if file:
             with os_errors_as(OutputError, unwritable):
                 file.append(chunk.number, chunk.questions, batch)
-    wrong = [
-        LeftOut(question.source, question_key(question.text, question.gold), count)
-        for question, count in zip(left_out, counts[len(questions) :], strict=True)
-    ]
+    wrong = []
+    for question, count in zip(left_out, counts[len(questions) :], strict=True):
+        wrong += unasked(question.source, question_key(question.text, question.gold), count)
     with os_errors_as(OutputError, f"output: {options.output.folder} cannot be read"):
         return _scores(file, wrong, options, world, console)
 
 
 def _scores(
-    file: AnswerFile | None, wrong: Sequence[LeftOut], options: Options, world: World, console: Console
+    file: AnswerFile | None, wrong: Sequence[Verdict], options: Options, world: World, console: Console
 ) -> dict[str, SourceScore]:
     """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
     records, success = list(file.records()) if file else [], options.reward.success
@@ -284,7 +283,7 @@ def _scores(
     graded = [Graded(record["response"], record["gold"], record["graded_by"]) for record in records]
     formed = tell("form", options.reward, graded, world)
     found = tell("found", options.reward, graded, world)
-    return world.gather(score(verdicts(records, formed, found, success), wrong) if file else {})[0]
+    return world.gather(score([*verdicts(records, formed, found, success), *wrong]) if file else {})[0]
 
 
 def verdicts(

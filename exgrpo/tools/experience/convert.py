@@ -13,7 +13,7 @@ import pyarrow as pa
 from exgrpo.tools.experience.export import COLUMNS, ROWS, SCHEMA, new_folder, write, write_card
 from exgrpo.tools.experience.forms import FORMS, Answer, Decode, Form
 from exgrpo.tools.experience.sources import load_tokenizer
-from exgrpo.train.common.errors import ConfigError, DataError, MissingDataError, shown
+from exgrpo.train.common.errors import ConfigError, DataError, shown
 from exgrpo.train.data.files import local_files
 from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from exgrpo.train.run.traces import Trace, parse_as, read_values
@@ -145,7 +145,7 @@ def import_answers(
     with new_folder(folder) as unfinished:
         files = local_files(source)
         if not files:
-            raise MissingDataError(f"{source}: there is no such file")
+            raise DataError(f"{source}: there is no such file")
         kind = FORMS[form or recognised(files)]
         told = Import(source, kind, decoder(kind, tokenizer), prompts, rewards, skip_bad)
         write(told.batches(files), SCHEMA, unfinished)

@@ -13,8 +13,7 @@ where one is wrong, all ranks take the checkpoint before.
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -167,12 +166,6 @@ class Checkpoints:
         flush_folder(folder.parent)
         shutil.rmtree(deleted)
 
-    def _remove_remains(self) -> None:
-        """Delete what a save or a deletion has left that was killed."""
-        for folder in (self.run / FOLDER).iterdir():
-            if folder.suffix in (UNFINISHED, DELETED):
-                shutil.rmtree(folder)
-
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
         """Continue from the newest checkpoint whose files are sound.
 
@@ -212,7 +205,8 @@ class Checkpoints:
     def _open(self, folder: Path) -> tuple[Checkpoint, ReplayState]:
         """A checkpoint of which everything is verified."""
         found = self._read(lambda: inspect(folder))
-        self._check(found)
+        if found.manifest.fingerprint != self.fingerprint:
+            raise CheckpointError(f"{folder} belongs to other training questions than the configuration names")
         self._read(lambda: self._verify_share(found))
         return found, self._read(lambda: self._state(found.manifest))
 
@@ -233,12 +227,9 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.replace(aside)
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
-            self._remove_remains()
-
-    def _check(self, found: Checkpoint) -> None:
-        manifest = found.manifest
-        if manifest.fingerprint != self.fingerprint:
-            raise CheckpointError(f"{found.folder} belongs to other training questions than the configuration names")
+            for folder in (self.run / FOLDER).iterdir():  # what a save or a deletion has left that was killed
+                if folder.suffix in (UNFINISHED, DELETED):
+                    shutil.rmtree(folder)
 
     def _read(self, action: Callable[[], T]) -> T:
         """What reading gives on this rank; all ranks call it together.
@@ -250,10 +241,14 @@ class Checkpoints:
 
         def attempt() -> tuple[T | None, str]:
             try:
-                with _reading():
-                    return action(), ""
+                return action(), ""
             except DamagedFileError as error:
                 return None, str(error)
+            except PermissionError as error:  # no damage: a person can mend that, and no step is lost
+                told = f"permission denied: {error.filename}; let this user read and write it"
+                raise CheckpointError(told) from error
+            except OSError as error:
+                return None, f"{error.filename} cannot be read or written: {error.strerror}"
 
         result, damage = agree(self.world, attempt)
         if damages := list(dict.fromkeys(filter(None, self.world.gather(damage)))):
@@ -270,28 +265,14 @@ class Checkpoints:
             try:
                 return action()
             except OSError as error:
-                raise self._failure(step, error.strerror or str(error)) from error
+                before = find(self.run)
+                last = f"the last complete one is {before[0].folder}" if before else "there is no earlier one"
+                raise CheckpointError(
+                    f"the checkpoint of step {step} in {self.run / FOLDER} cannot be written: "
+                    f"{error.strerror or error}; {last}. Free space there and start again with --resume auto"
+                ) from error
 
         return agree(self.world, attempt)
-
-    def _failure(self, step: int, problem: str) -> CheckpointError:
-        before = find(self.run)
-        last = f"the last complete one is {before[0].folder}" if before else "there is no earlier one"
-        return CheckpointError(
-            f"the checkpoint of step {step} in {self.run / FOLDER} cannot be written: {problem}; {last}. "
-            "Free space there and start again with --resume auto"
-        )
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """A file that may not be read is an error and no damage: a person can mend that, and no step is lost."""
-    try:
-        yield
-    except PermissionError as error:
-        raise CheckpointError(f"permission denied: {error.filename}; let this user read and write it") from error
-    except OSError as error:
-        raise DamagedFileError(f"{error.filename} cannot be read or written: {error.strerror}") from error
 
 
 def _files(folder: Path) -> set[str]:

@@ -1,15 +1,13 @@
 """Which run `--resume` means, and what may differ when it goes on; one that ended before its first checkpoint."""
 
 import logging
-import os
 import shlex
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, folders, survey
 from exgrpo.train.common.durable import LOCK, claim
-from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, is_first_rank, os_errors_as, shown
 from exgrpo.train.config.options import PLANNED, Config
 from exgrpo.train.config.recipe import changed, load_recipe, validate
 from exgrpo.train.config.section import flat
@@ -51,27 +49,23 @@ def locate(config: Config) -> Path | None:
         return None
     with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
         run = _meant(config) if config.resume == AUTO else Path(config.resume)
-    if run is None:
-        return None
-    if not run.is_dir():
-        raise ConfigError(f"resume: there is no folder {run}")
-    with os_errors_as(ConfigError, f"resume: {run} cannot be read"):
+        if run is None:
+            return None
+        if not run.is_dir():
+            raise ConfigError(f"resume: there is no folder {run}")
         found, problems = survey(run)
     if not found:
-        raise ConfigError(
-            f"resume: {run} has no complete checkpoint to continue from" + "".join(f"; {p}" for p in problems)
-        )
+        raise ConfigError("; ".join([f"resume: {run} has no complete checkpoint to continue from", *problems]))
     return run
 
 
 def _meant(config: Config) -> Path | None:
     """The run of that name; without one, the newest unfinished run of that configuration.
 
-    A run of which no configuration can be read passes for it: to begin anew beside that would hide what happened.
+    A run without a sound checkpoint passes for it: to begin anew beside that would hide what happened.
     """
     for run in _unfinished(config):
-        saved = None if config.output.name else _readable(run)
-        if saved is None or not _changes(config, saved):
+        if config.output.name or not find(run) or not _changes(config, _copy(run)):
             return run
     return None
 
@@ -84,34 +78,18 @@ def _unfinished(config: Config) -> list[Path]:
     return [run for _, run in sorted(found, reverse=True) if not (run / FINISHED).exists()]
 
 
-def _readable(run: Path) -> Config | None:
-    """The configuration of a run or of a checkpoint of it, whichever can be read first."""
-    with suppress(ConfigError):
-        return load_recipe(run / "config.yaml")
-    for found in find(run):
-        with suppress(ConfigError):
-            return validate(found.manifest.config, str(found.folder))
-    return None
-
-
 def begun_anew(config: Config, folder: Path | str) -> str:
-    """Why `auto` has found no run to go on with, in one sentence; and the run that is nearest, if there is any.
+    """Why `auto` has found no run to go on with, in one sentence; and what differs in the nearest one, if there is any.
 
     Args:
         config: what is asked for.
         folder: of the run that begins.
     """
     root, name = config.output.folder, config.output.name
-    nearest: tuple[list[str], Path] | None = None
-    with os_errors_as(ConfigError, "resume: the folders of runs cannot be read"):
-        for run in [] if name else _unfinished(config):
-            saved = _readable(run)
-            changes = _changes(config, saved) if saved else []
-            if changes and (nearest is None or len(changes) < len(nearest[0])):
-                nearest = changes, run
-    if nearest is None:
+    others = [] if name else _unfinished(config)
+    if not others:
         return f"no unfinished run{f' {name}' if name else ''} in {root}: a new one begins in {folder}"
-    changes, run = nearest
+    changes, run = min(((_changes(config, _copy(run)), run) for run in others), key=lambda found: len(found[0]))
     return (
         f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The nearest is {run}, "
         f"where {_told(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
@@ -142,21 +120,16 @@ def saved_config(run: Path) -> Config:
     Where config.yaml is lost or damaged, the copy is taken and a warning says so.
 
     Raises:
-        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named; or it may not be
-            read.
+        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named.
     """
-    newest, path = find(run)[0], run / "config.yaml"
-    copy = validate(newest.manifest.config, f"the configuration in {newest.folder}")
+    copy, path = _copy(run), run / "config.yaml"
     try:
-        with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
-            if path.is_file() and not path.stat().st_size:
-                raise ConfigError(f"{path} is empty")
+        if path.is_file() and not path.stat().st_size:
+            raise ConfigError(f"{path} is empty")
         saved = load_recipe(path)
-    except UnreadableRecipeError:
-        raise
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning("%s: the configuration is taken from %s", error, newest.folder)
+        if is_first_rank():
+            logger.warning("%s: the configuration is taken from %s", error, find(run)[0].folder)
         return copy
     if differing := _changes(saved, copy):
         raise ConfigError(
@@ -164,6 +137,12 @@ def saved_config(run: Path) -> Config:
             "put it right, or remove it: the checkpoint has a copy"
         )
     return saved
+
+
+def _copy(run: Path) -> Config:
+    """The configuration in the newest complete checkpoint of a run."""
+    newest = find(run)[0]
+    return validate(newest.manifest.config, f"the configuration in {newest.folder}")
 
 
 def continued(config: Config, saved: Config) -> Config:

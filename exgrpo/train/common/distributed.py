@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from exgrpo.train.common.errors import ConfigError, ExgrpoError
-from exgrpo.train.common.threads import Rank, Threads, choose, look
+from exgrpo.train.common.threads import Rank, Threads, choose
 
 T = TypeVar("T")
 
@@ -156,7 +156,7 @@ def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mappi
     local_rank, found = int(os.environ["LOCAL_RANK"]), None
     if local_rank == 0:
         same = kept["threads"] if kept and kept["ranks"] == world.size else None
-        found = choose(asked, same, ranks, ranks[0], lambda: look(ranks, ranks[0]))
+        found = choose(asked, same, ranks)
     return world.gather(found)[world.rank - local_rank]
 
 
@@ -165,16 +165,12 @@ def missing_gpu(world: World) -> str | None:
 
     The launcher starts as many processes as it is told, GPUs or not.
     """
-    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
+    driver = DRIVER.exists()
+    if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu" or not (driver or world.size > 1):
         return None
     build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may tell why"
-    if DRIVER.exists():
-        return (
-            f"this machine has an NVIDIA driver, but torch {torch.__version__} sees no GPU ({build}): the CPU computes"
-        )
-    if world.size > 1:
-        return f"torch sees no GPU: the {world.size} processes compute on CPUs"
-    return None
+    machine = "this machine has an NVIDIA driver, but " if driver else ""
+    return f"{machine}torch {torch.__version__} sees no GPU ({build}): the CPU computes"
 
 
 def _without_launcher() -> None:

@@ -37,16 +37,8 @@ class MethodError(ConfigError):
     """A function of a method of replay is wrong; the message names it."""
 
 
-class UnreadableRecipeError(ConfigError):
-    """A recipe may not be read, which a person can mend: it is no damage."""
-
-
 class DataError(ExgrpoError, ValueError):
     """Questions cannot be read or used; the message names the files and rows."""
-
-
-class MissingDataError(DataError, FileNotFoundError):
-    """There is no such file of questions."""
 
 
 class ModelError(ExgrpoError, ValueError):
@@ -55,10 +47,6 @@ class ModelError(ExgrpoError, ValueError):
 
 class RewardError(ExgrpoError, ValueError):
     """A reward cannot be found or called; the message names it."""
-
-
-class MissingRewardError(RewardError, FileNotFoundError):
-    """There is no such file of rewards."""
 
 
 class GraderError(ExgrpoError, RuntimeError):
@@ -75,12 +63,6 @@ class LostProcessError(ExgrpoError, RuntimeError):
 
 class WeightMismatchError(ExgrpoError, RuntimeError):
     """The rollout engine's log-probs are not the trainer's."""
-
-
-class PreflightError(ExgrpoError, RuntimeError):
-    """No answer of the preflight can earn a reward; the message says why and what to do."""
-
-    status = 1
 
 
 class HaltError(ExgrpoError, RuntimeError):
@@ -153,12 +135,13 @@ def system_reason(error: Exception) -> str | None:
 
 
 @contextmanager
-def os_errors_as(kind: type[ExgrpoError], problem: str) -> Iterator[None]:
+def os_errors_as(kind: type[ExgrpoError], problem: str, remedy: str = "") -> Iterator[None]:
     """Turn an error of the system in this block into an error of the family.
 
     Args:
         kind: class of the error.
         problem: what cannot be done; the system's reason follows it.
+        remedy: what to do, behind that.
 
     Raises:
         ExgrpoError: of this kind.
@@ -171,7 +154,7 @@ def os_errors_as(kind: type[ExgrpoError], problem: str) -> Iterator[None]:
         reason = system_reason(error)
         if reason is None:
             raise
-        raise kind(f"{problem}: {reason}") from error
+        raise kind(f"{problem}: {reason}" + (f". {remedy}" if remedy else "")) from error
 
 
 def is_first_rank() -> bool:

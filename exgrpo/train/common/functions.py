@@ -8,7 +8,6 @@ place, "package.module:function" or "path/to/file.py:function". Grading processe
 """
 
 import ast
-import difflib
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -134,32 +133,31 @@ class Functions:
         return load_function(name, f"{self.kind} function", ConfigError)
 
 
-def load_function(name: str, kind: str, error: type[ExgrpoError], missing: type[ExgrpoError] | None = None) -> Any:
+def load_function(name: str, kind: str, error: type[ExgrpoError]) -> Any:
     """What stands at a Python path.
 
     Args:
         name: "package.module:function" for what can be imported, "path/to/file.py:function" for a file.
         kind: what it is to be, for messages.
         error: raised where the module or file cannot be loaded or lacks the attribute.
-        missing: raised where there is no such file; None: `error`.
     """
-    module = load_place(name, kind, error, missing)
+    module = load_place(name, kind, error)
     attribute = name.rpartition(":")[2]
     function = getattr(module, attribute, None)
     if function is None:
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(attribute, dir(module))
+        hint = f"; did you mean {near!r}?" if near else ""
         raise error(f"{kind} {name!r}: there is no {attribute!r} in it{hint}")
     if not callable(function):
         raise error(f"{kind} {name!r} is not callable: it is a {type(function).__name__}")
     return function
 
 
-def load_place(name: str, kind: str, error: type[ExgrpoError], missing: type[ExgrpoError] | None = None) -> ModuleType:
+def load_place(name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
     """The module or file of a Python path, loaded; raises as `load_function`."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
-        return _load_file(place, name, kind, error, missing or error)
+        return _load_file(place, name, kind, error)
     try:
         return import_module(place)
     except KeyboardInterrupt:
@@ -171,12 +169,12 @@ def load_place(name: str, kind: str, error: type[ExgrpoError], missing: type[Exg
         ) from problem
 
 
-def _load_file(place: str, name: str, kind: str, error: type[ExgrpoError], missing: type[ExgrpoError]) -> ModuleType:
+def _load_file(place: str, name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
     path = Path(place).expanduser().resolve()
     with os_errors_as(error, f"{kind} {name!r}: {path} cannot be read"):
         is_file = path.is_file()
     if not is_file:
-        raise missing(f"{kind} {name!r}: there is no file {path}")
+        raise error(f"{kind} {name!r}: there is no file {path}")
     module_name = f"exgrpo_{kind}_{path.stem}"
     spec = spec_from_file_location(module_name, path)
     assert spec is not None

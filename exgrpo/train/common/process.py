@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 from exgrpo.train.common.errors import ExgrpoError, LostProcessError, is_first_rank, print_error, shown
 
@@ -66,19 +68,16 @@ def _status(work: Callable[[], None], stopped: str) -> int:
     except RuntimeError as error:
         if not _COLLECTIVE.search(str(error)):
             raise
-        return print_error(_lost(error))
+        lost = (
+            f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it "
+            "says why; if its machine or the network has, mend that; then go on with --resume auto"
+        )
+        return print_error(LostProcessError(lost))
     except KeyboardInterrupt as stop:
         if is_first_rank():
             print(stop if isinstance(stop, Stopped) else stopped, file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
-
-
-def _lost(error: RuntimeError) -> LostProcessError:
-    return LostProcessError(
-        f"another process of the run has ended or is not reached any more ({shown(error)}): if it has failed, it says "
-        "why; if its machine or the network has, mend that; then go on with --resume auto"
-    )
 
 
 def command_to_go_on(folder: Path) -> str:
@@ -168,21 +167,19 @@ def leave(status: int) -> NoReturn:
 
 def end_with_launcher() -> None:
     """Stop this process when its launcher is gone: PyTorch's or DeepSpeed's, or `deepspeed` that started that one."""
-    launcher = os.getppid()
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "deepspeed.launcher.launch" not in _command(launcher):
+    line = [os.getpid(), os.getppid()]
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "deepspeed.launcher.launch" not in _command(line[-1]):
         return
-    above = _parent(launcher)
-    started_here = any(Path(word).name in ("deepspeed", "deepspeed.launcher.runner") for word in _command(above))
-
-    def gone() -> bool:
-        return os.getppid() != launcher or (started_here and _parent(launcher) != above)
+    above = _parent(line[-1])
+    if any(Path(word).name in ("deepspeed", "deepspeed.launcher.runner") for word in _command(above)):
+        line.append(above)
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    _watch(gone, end)
+    _watch(line, end)
 
 
 def end_with_ancestor(ancestor: int) -> None:
@@ -197,15 +194,12 @@ def end_with_ancestor(ancestor: int) -> None:
         if not line[-1]:
             return
 
-    def gone() -> bool:
-        return any(_parent(child) != parent for child, parent in pairwise(line))
-
     def end() -> None:
         for process in line[-2::-1]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    _watch(gone, end)
+    _watch(line, end)
 
 
 def end_group_with_parent(parent: int) -> None:
@@ -214,13 +208,15 @@ def end_group_with_parent(parent: int) -> None:
     Args:
         parent: process id of the parent at the start; it may be gone already.
     """
-    _watch(lambda: os.getppid() != parent, lambda: os.killpg(0, signal.SIGKILL))
+    _watch([os.getpid(), parent], lambda: os.killpg(0, signal.SIGKILL))
 
 
-def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
+def _watch(line: Sequence[int], end: Callable[[], None]) -> None:
+    """Do what ends this process once one of a line of processes, each the child of the next one, is gone."""
+
     # Not PR_SET_PDEATHSIG: that fires when the thread ends that started this process, and it knows parents only.
     def watch() -> None:
-        while not gone():
+        while all(_parent(child) == parent for child, parent in pairwise(line)):
             time.sleep(LOOK_EVERY)
         end()
 
@@ -229,14 +225,13 @@ def _watch(gone: Callable[[], bool], end: Callable[[], None]) -> None:
 
 def _command(process: int) -> list[str]:
     """The words of a process's command line; none where it cannot be read."""
-    with suppress(OSError):
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    with suppress(psutil.Error):
+        return psutil.Process(process).cmdline()
     return []
 
 
 def _parent(process: int) -> int:
     """The parent of a process; 0 where it cannot be read."""
-    with suppress(OSError, ValueError):
-        # The second field is a name in parentheses, which may hold anything.
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    with suppress(psutil.Error):
+        return psutil.Process(process).ppid()
     return 0

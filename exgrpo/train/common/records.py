@@ -1,7 +1,7 @@
 """Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import reduce
 from itertools import pairwise
 from operator import add
@@ -186,6 +186,10 @@ class EngineCounts:
     cached_tokens: int = 0
     asleep_seconds: float = 0.0
 
+    def __add__(self, other: "EngineCounts") -> "EngineCounts":
+        """What it did in both times."""
+        return EngineCounts(*map(add, astuple(self), astuple(other)))
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -260,11 +264,7 @@ class Counts:
             failed=self.failed + other.failed,
             generate_seconds=self.generate_seconds + other.generate_seconds,
             grade_seconds=self.grade_seconds + other.grade_seconds,
-            engine=EngineCounts(
-                prompt_tokens=self.engine.prompt_tokens + other.engine.prompt_tokens,
-                cached_tokens=self.engine.cached_tokens + other.engine.cached_tokens,
-                asleep_seconds=self.engine.asleep_seconds + other.engine.asleep_seconds,
-            ),
+            engine=self.engine + other.engine,
             broken=None if self.broken is None else self.broken + (other.broken or 0),
             failures=by_kind((*self.failures, *other.failures)),
         )

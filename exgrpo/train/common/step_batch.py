@@ -7,7 +7,7 @@ order of their groups, and the fresh ones of a group before the replayed ones.
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -18,47 +18,64 @@ from exgrpo.train.common.success import EPSILON
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Objects = npt.NDArray[np.object_]
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 """By their numbers in `StepBatch.behaviour`."""
 TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
 
-OF_GROUP: dict[str, Any] = {"question": np.int64, "prompt": object}
-OF_ROW: dict[str, Any] = {
-    "replayed": np.bool_,
-    "finished": np.bool_,
-    "reward": np.float64,
-    "penalty": np.float64,
-    "key": np.int64,
-    "step": np.int64,
-    "behaviour": np.uint8,
-    "text": object,
-    "parts": object,
-    "replays": np.int64,
-    "chosen_entropy": np.float64,
-    "stored_advantage": np.float64,
-    "advantage": np.float64,
-    "weight": np.float64,
-    "learnt": np.bool_,
-}
-OF_TOKEN: dict[str, Any] = {
-    "token": np.int32,
-    "own": np.bool_,
-    "engine_log_prob": np.float32,
-    "engine_entropy": np.float32,
-    "old_log_prob": np.float32,
-    "log_prob": np.float32,
-    "entropy": np.float32,
-    "reference_log_prob": np.float32,
-    "ratio_log_prob": np.float32,
-    "factor": np.float32,
-    "kept": KeptSets,
-}
-COLUMNS = {**OF_GROUP, **OF_ROW, **OF_TOKEN}
 SCORES = ("old_log_prob", "log_prob", "entropy")
 """Of fresh rows, what the trainer computes, and only for those whose numbers something needs."""
 
 
-class StepBatch:
+# The columns, each with its type: of groups, of rows, of tokens. What they hold, `StepBatch` says.
+class _OfGroup:
+    question: Ints
+    prompt: Objects
+
+
+class _OfRow:
+    replayed: Mask
+    finished: Mask
+    reward: Doubles
+    penalty: Doubles
+    key: Ints
+    step: Ints
+    behaviour: npt.NDArray[np.uint8]
+    text: Objects
+    parts: Objects
+    replays: Ints
+    chosen_entropy: Doubles
+    stored_advantage: Doubles
+    advantage: Doubles
+    weight: Doubles
+    learnt: Mask
+
+
+class _OfToken:
+    token: TokenIds
+    own: Mask
+    engine_log_prob: Floats
+    engine_entropy: Floats
+    old_log_prob: Floats
+    log_prob: Floats
+    entropy: Floats
+    reference_log_prob: Floats
+    ratio_log_prob: Floats
+    factor: Floats
+    kept: KeptSets
+
+
+def _dtypes(columns: type) -> dict[str, Any]:
+    """The dtype of each column, as its annotation says; sets have none, and are named themselves."""
+    kinds = get_type_hints(columns).items()
+    return {name: kind if kind is KeptSets else get_args(get_args(kind)[1])[0] for name, kind in kinds}
+
+
+OF_GROUP, OF_ROW, OF_TOKEN = map(_dtypes, (_OfGroup, _OfRow, _OfToken))
+COLUMNS = {**OF_GROUP, **OF_ROW, **OF_TOKEN}
+
+
+class StepBatch(_OfGroup, _OfRow, _OfToken):
     """The answers of a step; see the module.
 
     A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have NaN, 0,
@@ -111,33 +128,6 @@ class StepBatch:
         counts: what it took to generate and grade the fresh answers.
     """
 
-    question: Ints
-    prompt: npt.NDArray[np.object_]
-    replayed: Mask
-    finished: Mask
-    reward: Doubles
-    penalty: Doubles
-    key: Ints
-    step: Ints
-    behaviour: npt.NDArray[np.uint8]
-    text: npt.NDArray[np.object_]
-    parts: npt.NDArray[np.object_]
-    replays: Ints
-    chosen_entropy: Doubles
-    stored_advantage: Doubles
-    advantage: Doubles
-    learnt: Mask
-    token: TokenIds
-    own: Mask
-    engine_log_prob: Floats
-    engine_entropy: Floats
-    old_log_prob: Floats
-    log_prob: Floats
-    entropy: Floats
-    reference_log_prob: Floats
-    ratio_log_prob: Floats
-    factor: Floats
-    kept: KeptSets
     trained: Ints
     counts: Counts
 
@@ -191,7 +181,7 @@ class StepBatch:
             if name in COLUMNS:
                 kind = COLUMNS[name]
                 if kind is not KeptSets:
-                    values = _objects(values) if kind is object else np.asarray(values, kind)
+                    values = _objects(values) if kind is np.object_ else np.asarray(values, kind)
                 if values.shape != (self._size(name),):
                     raise ValueError(f"{name}: expected [{self._size(name)}], got {list(values.shape)}")
             setattr(self, name, values)
@@ -375,7 +365,7 @@ class StepBatch:
         dtype = COLUMNS[name]
         if dtype is KeptSets:
             return KeptSets.whole(self._size(name))
-        nothing = None if dtype is object else np.nan if np.issubdtype(dtype, np.floating) else 0
+        nothing = None if dtype is np.object_ else np.nan if np.issubdtype(dtype, np.floating) else 0
         return np.full(self._size(name), 1 if name == "factor" else nothing, dtype)
 
     def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -383,7 +373,7 @@ class StepBatch:
         return ((name, getattr(self, name)) for name in names if self.has(name))
 
 
-def _objects(values: Iterable[Any]) -> npt.NDArray[np.object_]:
+def _objects(values: Iterable[Any]) -> Objects:
     """An array of objects, whatever they are."""
     if isinstance(values, np.ndarray) and values.dtype == object:
         return values

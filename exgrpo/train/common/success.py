@@ -57,15 +57,12 @@ class RewardWatch:
         if self.said or not differ or not (none or every):
             return None
         self.said = True
-        seen = f"the rewards of {self.answers} answers lie between {self.lowest:g} and {self.highest:g}"
+        remedy = f"set {self.option} to the reward of a right answer"
         if none:
-            return (
-                f"no answer is a success: {seen}, and {self.option} is {self.threshold:g}; if {self.highest:g} is the "
-                f"reward of a right answer, set {self.option} to it"
-            )
+            remedy = f"if {self.highest:g} is the reward of a right answer, set {self.option} to it"
         return (
-            f"every answer is a success: {seen}, and {self.option} is {self.threshold:g}; set {self.option} to the "
-            "reward of a right answer"
+            f"{'no' if none else 'every'} answer is a success: the rewards of {self.answers} answers lie between "
+            f"{self.lowest:g} and {self.highest:g}, and {self.option} is {self.threshold:g}; {remedy}"
         )
 
     def state(self) -> dict[str, int | float | bool]:

@@ -65,15 +65,10 @@ class Rank:
 
 
 class Others:
-    """The load that is not the run's, on the processors that one of its processes may use.
+    """The load that is not the run's, on the processors that the first of its processes on this machine may use."""
 
-    Args:
-        ranks: the processes of the run on this machine.
-        own: one of them.
-    """
-
-    def __init__(self, ranks: Sequence[Rank], own: Rank) -> None:
-        self._ranks, self._processors = [rank.pid for rank in ranks], own.processors
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks, self._processors = [rank.pid for rank in ranks], ranks[0].processors
         self._families: dict[int, float] = {}
         self._before = self._now()
 
@@ -98,19 +93,15 @@ class Others:
         return time.monotonic(), work, sum(self._families.values())
 
 
-def choose(
-    asked: int | None, kept: int | None, ranks: Sequence[Rank], own: Rank, others: Callable[[], float]
-) -> Threads:
+def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Threads:
     """The threads of a process.
 
     Args:
         asked: by an option; None: not.
         kept: of the run that goes on with as many processes; None: there is none.
-        ranks: the processes of the run on this machine.
-        own: one of them.
-        others: looks how many processors others keep busy; it is asked only where nothing else says the number.
+        ranks: the processes of the run on this machine, the one that is meant first.
     """
-    sharing = own.sharing(ranks)
+    own, sharing = ranks[0], ranks[0].sharing(ranks)
     if asked:
         found = Threads(asked, "distributed.threads")
     elif named := _named():
@@ -118,22 +109,16 @@ def choose(
     elif kept and kept * sharing <= len(own.processors):
         return Threads(kept, "as the run began, which keeps its results the same to the bit")
     else:
-        found = _free(own, sharing, int(others() + FELT))
+        found = _free(own, sharing, int(look(ranks) + FELT))
     if kept and kept != found.count:
         why = f"{found.why}; the run began with {kept}, so the last bits of its results may differ"
         return Threads(found.count, why)
     return found
 
 
-def free_threads() -> Threads:
-    """The threads of a program that is alone: as the environment says, or as many as there are free processors."""
-    own = Rank.here()
-    return choose(None, None, [own], own, lambda: look([own], own))
-
-
-def look(ranks: Sequence[Rank], own: Rank) -> float:
+def look(ranks: Sequence[Rank]) -> float:
     """Processors that others keep busy, observed for `LOOK` seconds; see `Others`."""
-    others = Others(ranks, own)
+    others = Others(ranks)
     time.sleep(LOOK)
     return others.busy()
 
@@ -174,10 +159,8 @@ def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc
                 continue
             root = mounted / controllers
             # In a container its own group is mounted at the root, whatever the path is called outside.
-            for group in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
-                limits.append(_limit(group))
-                if group == root:
-                    break
+            group = root / path.lstrip("/")
+            limits += [_limit(one) for one in (group, *group.parents) if one.is_relative_to(root)]
     return min(filter(None, limits), default=None)
 
 
@@ -209,9 +192,8 @@ class Neighbours:
 
     @classmethod
     def of(cls, ranks: Sequence[Rank], threads: int) -> Self:
-        """Those of this process, which is one of the run's processes on this machine."""
-        own = Rank.here()
-        return cls(Others(ranks, own).busy, len(own.processors), threads, own.sharing(ranks))
+        """Those of the first of the run's processes on this machine, of so many threads each."""
+        return cls(Others(ranks).busy, len(ranks[0].processors), threads, ranks[0].sharing(ranks))
 
     def observe(self, metrics: dict[str, float]) -> str | None:
         """Take in a finished step: add its metric, and give what a person is told.

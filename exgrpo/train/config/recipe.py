@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from tyro.conf import UseAppendAction, arg
 
-from exgrpo.train.common.errors import ConfigError, UnreadableRecipeError, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, os_errors_as, shown
 from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, PREFIX, model_names
 from exgrpo.train.common.plain import LONGEST, parse_yaml
 from exgrpo.train.config.command_line import check_names, names, one_line
@@ -70,7 +70,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
     if len(seen) > MOST_BASES:
         raise ConfigError(f"{path}: {MOST_BASES} recipes lead to it by their `base`: name it in one of the first ones")
-    with os_errors_as(UnreadableRecipeError, f"{path} cannot be read"):
+    with os_errors_as(ConfigError, f"{path} cannot be read"):
         if not path.is_file():
             raise ConfigError(f"{path}: no such recipe")
         with path.open("rb") as file:

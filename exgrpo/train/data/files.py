@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from exgrpo.train.common import jsonl, plain
-from exgrpo.train.common.errors import SHOWN, DataError, MissingDataError, cut, os_errors_as, shown
+from exgrpo.train.common.errors import SHOWN, DataError, cut, os_errors_as, shown
 from exgrpo.train.common.functions import PREFIX, find_module, module_names
 from exgrpo.train.config.sources import checked, parameters, split_arguments
 from exgrpo.train.data import gym
@@ -89,7 +89,7 @@ def own_reward(source: str) -> str:
 
 
 def from_hub(source: str) -> bool:
-    """Whether a source of questions is the name of a hub data set. Raises MissingDataError for a missing file."""
+    """Whether a source of questions is the name of a hub data set. Raises DataError for a missing file."""
     return not _generated(source) and not local_files(source)
 
 
@@ -135,8 +135,7 @@ def local_files(source: str) -> list[Path]:
     """The files that `source` means, none if it is a hub name.
 
     Raises:
-        MissingDataError: there are none, and it is no such name.
-        DataError: it is a folder, or a file of another kind.
+        DataError: there are none, and it is no such name; or it is a folder, or a file of another kind.
     """
     path = Path(source).expanduser()
     with os_errors_as(DataError, f"{source} cannot be read"):
@@ -150,10 +149,10 @@ def local_files(source: str) -> list[Path]:
     if glob.has_magic(source):
         files = [Path(name) for name in sorted(glob.glob(str(path))) if Path(name).suffix in SUFFIXES]
         if not files:
-            raise MissingDataError(f"{source}: no {', '.join(SUFFIXES)} file matches this pattern")
+            raise DataError(f"{source}: no {', '.join(SUFFIXES)} file matches this pattern")
         return files
     if path.suffix in SUFFIXES or not _HUB_NAME.fullmatch(source):
-        raise MissingDataError(f"{source}: there is no such file")
+        raise DataError(f"{source}: there is no such file")
     return []
 
 

@@ -141,7 +141,6 @@ def load_questions(
         stop: strings that end an answer to them; None: those of the run.
 
     Raises:
-        MissingDataError: there is no such file.
         NoPromptFitsError: no prompt fits.
         DataError: the options contradict each other or the tokenizer; the data set is empty, cannot be read or
             fetched, or has malformed rows (the message names files, rows and causes).

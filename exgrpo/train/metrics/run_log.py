@@ -4,8 +4,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -101,11 +101,6 @@ class RunLog:
         self._tell(lambda tracker: tracker.close())
 
 
-@contextmanager
-def _written(file: TextIO) -> Iterator[None]:
+def _written(file: TextIO) -> AbstractContextManager[None]:
     """A system that refuses to write is an error that names the file and the way on."""
-    try:
-        with os_errors_as(OutputError, f"{file.name} cannot be written"):
-            yield
-    except OutputError as error:
-        raise OutputError(f"{error}. {GO_ON}") from error
+    return os_errors_as(OutputError, f"{file.name} cannot be written", GO_ON)

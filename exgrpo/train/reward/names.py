@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from exgrpo.train.common.errors import MissingRewardError, RewardError, shown
+from exgrpo.train.common.errors import RewardError, shown
 from exgrpo.train.common.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.grading import AUTO, FORMS, math_no_think_part, math_part
@@ -54,10 +54,10 @@ def is_own(name: str) -> bool:
 def resolve_reward(name: str) -> Reward:
     """The reward function called `name`.
 
-    Raises RewardError for an unknown name (naming near ones), a module or file that cannot be imported, a missing
-    attribute, or one that cannot be called as exgrpo.train.reward.contract says; MissingRewardError for a missing file.
+    Raises RewardError for an unknown name (naming near ones), a file that is missing, a module or file that cannot be
+    imported, a missing attribute, or one that cannot be called as exgrpo.train.reward.contract says.
     """
-    function = load_function(_place(name), "reward", RewardError, MissingRewardError)
+    function = load_function(_place(name), "reward", RewardError)
     contract_of(function, name)
     return function
 
@@ -74,7 +74,7 @@ def beside(name: str, kind: Kind) -> str | None:
     Raises RewardError for a module or file that cannot be loaded, as `resolve_reward` does.
     """
     found = f"{_place(name)}_{kind}"
-    module = load_place(found, "reward", RewardError, MissingRewardError)
+    module = load_place(found, "reward", RewardError)
     return found if callable(getattr(module, found.rpartition(":")[2], None)) else None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool import process as of_pebble
 
-from exgrpo.train.common.errors import DataError, GraderError, RewardError, shown
+from exgrpo.train.common.errors import SHOWN, DataError, GraderError, RewardError, shown
 from exgrpo.train.common.records import Failure, by_kind
 from exgrpo.train.reward.contract import Columns, Contract, Outcome
 from exgrpo.train.reward.names import AUTO, absolute, decisive_part_of, is_own
@@ -182,15 +182,22 @@ class Grader:
         limit = self._bounds.time_limit
         return f"it took longer than reward.time_limit ({limit:g} s)" if outcome.timed_out else outcome.error
 
-    def check(self, rewards: Sequence[str], outcomes: Sequence[Outcome], questions: Sequence[str]) -> None:
+    def check(
+        self,
+        rewards: Sequence[str],
+        tasks: Sequence[Task | None],
+        outcomes: Sequence[Outcome],
+        questions: Sequence[str],
+    ) -> None:
         """Raises RewardError for what is no reward or no key, and for other parts."""
-        for reward, outcome, question in zip(rewards, outcomes, questions, strict=True):
+        for reward, task, outcome, question in zip(rewards, tasks, outcomes, questions, strict=True):
             if misuse := outcome.misuse or self._other_parts(reward, outcome):
                 returned, rule = misuse
+                answer = f". The answer ends: {task.response[-SHOWN:]!r}" if task else ""
                 raise RewardError(
                     f"reward {reward!r} returned {returned} for an answer to {shown(question)}: {rule}. Mend the "
                     "function and start again: a run goes on from its checkpoint with --resume auto, an evaluation "
-                    "with the same command"
+                    f"with the same command{answer}"
                 )
         known = set().union(*self._parts.values())
         strange = [name for name in self._weights if name not in known]
@@ -316,7 +323,7 @@ class Grading:
         for call in self._scheduled:
             done.update(zip(call, self._outcomes(call), strict=True))
         results = [Outcome() if task is None else done[task] for task in self._tasks]
-        self._grader.check(self._names, results, self._questions)
+        self._grader.check(self._names, self._tasks, results, self._questions)
         return Grades(
             reward=tuple(outcome.reward for outcome in results),
             timed_out=sum(outcome.timed_out for outcome in results),

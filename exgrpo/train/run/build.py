@@ -30,7 +30,7 @@ from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import Answerer
-from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, training_settings
+from exgrpo.train.rollout.engine import EngineSettings, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.engine import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
@@ -91,31 +91,18 @@ class Parts:
     """What a run consists of.
 
     Attributes:
-        config: the configuration, with the engine that was chosen and what was planned.
-        world: the processes of the run.
-        inputs: what it starts from.
+        trainer: takes the steps. It has the policy, the engine, which sleeps, and the configuration with all that was
+            chosen and planned.
+        checkpoints: of the run, in its folder; this process holds the lock of that.
         choice: the rollout engine's name, and why it was chosen.
         memory: a line about the plan of the GPUs' memory; None: there is none.
-        engine: the rollout engine; it sleeps.
-        folder: of the results; this process holds its lock.
-        policy: the trained model.
-        answerer: generates and grades.
-        trainer: takes the steps.
-        checkpoints: of the run.
         utilisation: what the steps need against what this machine can do.
     """
 
-    config: Config
-    world: World
-    inputs: Inputs
-    choice: Choice
-    memory: str | None
-    engine: RolloutEngine
-    folder: Path
-    policy: Policy
-    answerer: Answerer
     trainer: Trainer
     checkpoints: Checkpoints
+    choice: Choice
+    memory: str | None
     utilisation: Utilisation
 
 
@@ -174,20 +161,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         keep=config.checkpoint.keep,
         tokens=config.experience.folder,
     )
-    return Parts(
-        config=config,
-        world=world,
-        inputs=inputs,
-        choice=choice,
-        memory=memory,
-        engine=engine,
-        folder=folder,
-        policy=policy,
-        answerer=answerer,
-        trainer=trainer,
-        checkpoints=checkpoints,
-        utilisation=utilisation,
-    )
+    return Parts(trainer, checkpoints, choice, memory, utilisation)
 
 
 def _check_kernels(backend: str, world: World) -> None:
@@ -235,17 +209,9 @@ def _make_folder(config: Config, world: World) -> Path:
     def make() -> None:
         if config.resume == AUTO and is_unsaved(folder):
             set_aside(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=False)
+        with os_errors_as(ConfigError, f"output.folder: {folder} cannot be made", "Choose another output.folder"):
+            folder.mkdir(parents=True)
             (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        except FileExistsError:
-            raise ConfigError(
-                f"output.folder: {folder} exists already: choose another output.name or remove it"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"output.folder: {folder} cannot be written: {error.strerror}; choose another output.folder"
-            ) from None
 
     on_main(world, make)
     return folder

@@ -15,7 +15,7 @@ from exgrpo.train.checkpoint.listing import find, survey
 from exgrpo.train.checkpoint.resume import AUTO, FINISHED, begun_anew
 from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
-from exgrpo.train.common.errors import HaltError, OutputError, PreflightError, RewardError, os_errors_as
+from exgrpo.train.common.errors import HaltError, OutputError, RewardError, os_errors_as
 from exgrpo.train.common.process import Stopped, command_to_go_on
 from exgrpo.train.common.threads import Neighbours
 from exgrpo.train.config.hub import upload
@@ -73,14 +73,11 @@ class Run:
     """A run that is set up and checked.
 
     Args:
-        config: what to do.
+        config, resources, resume: see `run`.
         inputs: what it starts from.
         world: the processes that do it.
-        resources: closes what the run opens.
-        resume: folder of the run to go on with; None: a new one.
 
     Attributes:
-        parts: what it consists of.
         step: the last finished training step.
         started: what the experience of a new run has begun with; None: nothing.
         course: the evaluations, before the first step, between steps and after the last one.
@@ -95,18 +92,20 @@ class Run:
         self, config: Config, inputs: Inputs, world: World, resources: ExitStack, *, resume: Path | None = None
     ) -> None:
         self.console = Console() if world.is_main else None
-        self.parts = parts = build(config, inputs, world, resources, resume)
-        self.config, self.train_set = parts.config, inputs.train_set
-        self.policy, self.answerer = parts.policy, parts.answerer
-        self.utilisation = parts.utilisation
+        self.parts = build(config, inputs, world, resources, resume)
+        self.inputs, self.world = inputs, world
+        self.trainer, self.checkpoints = self.parts.trainer, self.parts.checkpoints
+        self.config, self.folder = self.trainer.config, self.checkpoints.run
+        self.policy, self.answerer = self.trainer.policy, self.trainer.answerer
+        self.utilisation = self.parts.utilisation
         self.step = 0
         self.course = Course(self.config, inputs.held_out, self.answerer)
         self.cards = Cards(self.config)
         self.soundness = Soundness(self.config.reward.max_failed)
         self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
-        self.recorder = Recorder(parts, resources, position)
-        parts.engine.push_weights(self.policy.weights())
+        self.recorder = Recorder(self.trainer, self.folder, resources, position)
+        self.answerer.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
@@ -114,41 +113,40 @@ class Run:
         self.neighbours = Neighbours.of(world.ranks, threads.count) if threads else None
 
     def _start_experience(self) -> Started | None:
-        pretrained, stop = self.parts.inputs.pretrained, self.config.rollout.stop
+        pretrained, stop = self.inputs.pretrained, self.config.rollout.stop
         vocabulary = pretrained.model.config.get_text_config().vocab_size
         encoding = Encoding(pretrained.tokenizer, pretrained.eos, vocabulary, stop)
-        return start_experience(Beginning.of(self.parts.trainer), encoding)
+        return start_experience(Beginning.of(self.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:
         """Go back to the newest sound checkpoint; returns where the log stood."""
-        self.step, progress = self.parts.checkpoints.load(self.policy, self.parts.trainer)
+        self.step, progress = self.checkpoints.load(self.policy, self.trainer)
         self.course.restore(progress["evaluations"])
         self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
-        on_main(self.parts.world, self._reopen)
+        on_main(self.world, self._reopen)
         return progress["log"]
 
     def _reopen(self) -> None:
-        folder = self.parts.folder
-        with os_errors_as(OutputError, f"{folder} cannot be written"):
-            (folder / FINISHED).unlink(missing_ok=True)
-            write_whole(folder / "config.yaml", to_yaml(self.config).encode())
+        with os_errors_as(OutputError, f"{self.folder} cannot be written"):
+            (self.folder / FINISHED).unlink(missing_ok=True)
+            write_whole(self.folder / "config.yaml", to_yaml(self.config).encode())
 
     def _save(self) -> None:
         progress = {
             "evaluations": self.course.state(),
             "log": self.recorder.position(),
             "matrix_rate": self.utilisation.rate,
-            "threads": self.parts.world.kept,
+            "threads": self.world.kept,
         }
         start = time.perf_counter()
-        self.parts.checkpoints.save(self.step, self.policy, self.parts.trainer, progress)
+        self.checkpoints.save(self.step, self.policy, self.trainer, progress)
         self.recorder.add_to_next({"seconds/checkpoint": time.perf_counter() - start})
 
     def _check_weights(self) -> float:
-        questions = self.train_set.questions[:PROBE_QUESTIONS]
+        questions = self.inputs.train_set.questions[:PROBE_QUESTIONS]
         return check_engine(
             self.policy,
-            self.parts.engine,
+            self.answerer.engine,
             [np.array(question.prompt, dtype=np.int32) for question in questions],
             dtype=self.config.policy.dtype,
             max_tokens=min(PROBE_TOKENS, self.config.rollout.max_tokens),
@@ -165,7 +163,7 @@ class Run:
                 self._preflight(display.say)
                 self._evaluate(display.say)
             while self.step < config.steps and not course.exhausted:
-                result = self.parts.trainer.step(self.step + 1)
+                result = self.trainer.step(self.step + 1)
                 if result is None:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
                     break
@@ -174,12 +172,12 @@ class Run:
                 if self._due(config.evaluation.every) and self.step < config.steps:
                     self._evaluate(display.say)
                 if self._due(config.output.export_every) and self.step < config.steps:
-                    self._write_model(export_folder(self.parts.folder, self.step))
+                    self._write_model(export_folder(self.folder, self.step))
                 if config.checkpoint.every and (
                     self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
                 ):
                     self._save()
-            if note := self.parts.trainer.replay.watch.conclude():
+            if note := self.trainer.replay.watch.conclude():
                 display.say(note)
             if course.exhausted:
                 patience = config.evaluation.patience
@@ -210,7 +208,7 @@ class Run:
 
     def _conclude(self) -> None:
         """Write the last models and the report, and upload what is to be uploaded."""
-        config, folder = self.config, self.parts.folder
+        config, folder = self.config, self.folder
         if self.step == config.steps and self.step and self._due(config.output.export_every):
             self._write_model(export_folder(folder, self.step))
         if config.output.save_model:
@@ -225,59 +223,57 @@ class Run:
 
     def _write_model(self, folder: Path) -> None:
         card = self.cards.card(self.step, self.course.latest)
-        write_model(folder, self.policy, self.parts.inputs.pretrained.tokenizer, card, self.parts.world)
+        write_model(folder, self.policy, self.inputs.pretrained.tokenizer, card)
 
     def way_on(self) -> str:
         """How to go on with a run that is stopped now."""
-        folder = self.parts.folder
-        found, _ = survey(folder)
+        found, _ = survey(self.folder)
         done = f"stopped after step {self.step} of {self.config.steps}"
         if not found:
             why = "before the first checkpoint" if self.config.checkpoint.every else "and checkpoint.every is None"
-            return f"{done}, {why}: nothing to go on with in {folder}"
-        return f"{done}. To go on after step {found[0].step}: {command_to_go_on(folder)}"
+            return f"{done}, {why}: nothing to go on with in {self.folder}"
+        return f"{done}. To go on after step {found[0].step}: {command_to_go_on(self.folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
-        config, questions, parts = self.config, self.train_set, self.parts
-        reason = parts.engine.unrepeatable
+        config, questions, world = self.config, self.inputs.train_set, self.world
+        reason = self.answerer.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {questions.dropped_long} over-long prompts dropped" if questions.dropped_long else ""
         if questions.beyond_limit:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
-            f"{config.policy.path} ({config.policy.dtype}) on {parts.world.size} x {parts.world.device.type}, "
+            f"{config.policy.path} ({config.policy.dtype}) on {world.size} x {world.device.type}, "
             f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
-            f"rollouts by {parts.choice}{repeats}\n"
-            + "".join(f"{line}\n" for line in (parts.memory, parts.world.threads) if line)
+            f"rollouts by {self.parts.choice}{repeats}\n"
+            + "".join(f"{line}\n" for line in (self.parts.memory, world.threads) if line)
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
             "that training reaches"
         )
-        if parts.world.is_main and (note := contradictions(chain(questions, *parts.inputs.held_out.values()))):
+        if world.is_main and (note := contradictions(chain(questions, *self.inputs.held_out.values()))):
             say(note)
         if self.started:
             say(str(self.started))
         if not self.policy.packs:
             say("rows are padded: with this model and attention, packed ones do not give the same log-probs")
-        if missing := missing_gpu(parts.world):
+        if missing := missing_gpu(world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:
-            say(begun_anew(config, parts.folder))
+            say(begun_anew(config, self.folder))
         if self.step:
-            say(f"going on with {parts.folder} after step {self.step}")
+            say(f"going on with {self.folder} after step {self.step}")
 
     def _preflight(self, say: Callable[[str], None]) -> None:
         if self.config.preflight == "off":
             return
-        questions, sampling = self.train_set.first(QUESTIONS), self.parts.trainer.sampling
+        questions, sampling = self.inputs.train_set.first(QUESTIONS), self.trainer.sampling
         try:
-            result = preflight(self.config, self.answerer, questions, sampling)
-        except RewardError as error:
-            raise PreflightError(str(error)) from None
-        say(str(result))
-        problem = result.problem(self.config)
+            found, problem = preflight(self.config, self.answerer, questions, sampling)
+        except RewardError as error:  # training is worth nothing, as where the reward fails on all answers
+            raise HaltError(str(error)) from None
+        say(found)
         if problem and self.config.preflight == "stop":
-            raise PreflightError(f"{problem}. To train all the same: --preflight warn")
+            raise HaltError(f"{problem}. To train all the same: --preflight warn")
         news = self.answerer.news()  # the problem says it, too
         for warning in [problem] if problem else news:
             say(f"warning: {warning}")
@@ -291,4 +287,4 @@ class Run:
         for sentence in (*sentences, *self.answerer.news()):
             say(sentence)
         if self.course.improved:
-            self._write_model(self.parts.folder / BEST)
+            self._write_model(self.folder / BEST)

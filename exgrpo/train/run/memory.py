@@ -52,16 +52,8 @@ def gpu_memory(config: Config, shape: ModelShape, gpus: int, device: str = "cuda
         gpus: how many, one rank each.
         device: kind of device: "cuda", or "cpu" for processes that share a CPU.
     """
-    return (
-        *_states(config, shape, gpus),
-        *_passes(config, shape, gpus, device),
-        *rollout_memory(config, shape, gpus),
-    )
-
-
-def _states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """What training keeps all the time, and what its optimiser step adds."""
-    return _whole_states(config, shape) if gpus == 1 else _sharded_states(config, shape, gpus)
+    states = _whole_states(config, shape) if gpus == 1 else _sharded_states(config, shape, gpus)
+    return (*states, *_passes(config, shape, gpus, device), *rollout_memory(config, shape, gpus))
 
 
 def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
@@ -71,7 +63,8 @@ def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
     """
     trained = FP32 * shape.trained(config.lora, 1)
     adapters = trained if config.lora.rank else 0
-    own = _own_weights(config, shape)
+    quantised = shape.linear if config.lora.quantised != "none" else 0
+    own = NF4_BYTES * quantised + DTYPES[config.policy.dtype].itemsize * (shape.total - quantised)
     on_gpu = 0 if config.distributed.offload_optimizer else trained
     copied = config.policy.dtype != "fp32" and not adapters
     largest = 0 if adapters else DTYPES[config.policy.dtype].itemsize * max(shape.parameters)
@@ -83,12 +76,6 @@ def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
         MemoryItem("gradient of one parameter", backward=largest),
         _always("reference", _reference(config, own, on_gpu)),
     )
-
-
-def _own_weights(config: Config, shape: ModelShape) -> float:
-    """Bytes of the whole model as it is loaded."""
-    quantised = shape.linear if config.lora.quantised != "none" else 0
-    return NF4_BYTES * quantised + DTYPES[config.policy.dtype].itemsize * (shape.total - quantised)
 
 
 def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
@@ -152,11 +139,8 @@ def _packed(config: Config, shape: ModelShape) -> float:
     """Bytes per token that packed attention adds to a layer, of groups whose answers are as long as share a prompt."""
     if config.policy.attention != "sdpa":
         return 0
-    prompt, answer, answers = (
-        config.data.max_prompt_tokens,
-        min(config.rollout.max_tokens, LONG),
-        config.rollout.samples,
-    )
+    prompt, answers = config.data.max_prompt_tokens, config.rollout.samples
+    answer = min(config.rollout.max_tokens, LONG)
     keys = (prompt + answers * (prompt + answer)) / (prompt + answers * answer)
     return shape.packed_bytes(DTYPES[config.policy.dtype].itemsize, keys, prompt + answer)
 

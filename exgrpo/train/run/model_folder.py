@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
-from exgrpo.train.common.distributed import World, agree
+from exgrpo.train.common.distributed import agree
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.hub import installed
@@ -32,7 +32,7 @@ def export_folder(run: Path, step: int) -> Path:
     return run / EXPORTS / f"step_{step:08d}"
 
 
-def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, world: World) -> None:
+def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -> None:
     """Write the model, or its adapters, with its tokenizer and its card; all ranks call it together.
 
     A model that was there before goes when the new one is complete.
@@ -43,26 +43,20 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard, w
     work, before = (folder.with_name(folder.name + end) for end in (UNFINISHED, DELETED))
 
     def write() -> None:
-        if world.is_main:
-            for remains in (work, before):  # a folder with adapters and a model would be neither
-                shutil.rmtree(remains, ignore_errors=True)
-        policy.save(work)
-        if world.is_main:
-            tokenizer.save_pretrained(work)
-            card.save(work / "README.md")
-            if folder.exists():
-                folder.replace(before)
-            work.replace(folder)
-            shutil.rmtree(before, ignore_errors=True)
+        with os_errors_as(OutputError, f"{folder} cannot be written", GO_ON):
+            if policy.world.is_main:
+                for remains in (work, before):  # a folder with adapters and a model would be neither
+                    shutil.rmtree(remains, ignore_errors=True)
+            policy.save(work)
+            if policy.world.is_main:
+                tokenizer.save_pretrained(work)
+                card.save(work / "README.md")
+                if folder.exists():
+                    folder.replace(before)
+                work.replace(folder)
+                shutil.rmtree(before, ignore_errors=True)
 
-    def attempt() -> None:
-        try:
-            with os_errors_as(OutputError, f"{folder} cannot be written"):
-                write()
-        except OutputError as error:
-            raise OutputError(f"{error}. {GO_ON}") from error
-
-    agree(world, attempt)
+    agree(policy.world, write)
 
 
 class Cards:
@@ -78,8 +72,6 @@ class Cards:
         path = config.policy.path
         self.base_on_hub = on_hub(path)
         self.base = _short(path) if Path(path).expanduser().exists() else path
-        sources = dict.fromkeys([*config.data.train, *(one for asked in self.sets.values() for one in asked.source)])
-        self.names = {source: _short(source) if Path(source).suffix in SUFFIXES else source for source in sources}
         self.hub_sets = [source.partition(":")[0] for source in config.data.train if from_hub(source)]
 
     def card(self, step: int, found: Mapping[str, float]) -> ModelCard:
@@ -95,7 +87,6 @@ class Cards:
         head = ModelCardData(
             base_model=self.base if self.base_on_hub else None,
             datasets=self.hub_sets or None,
-            eval_results=self._results(found) or None,
             library_name="peft" if adapters else "transformers",
             model_name=f"{self.base} after {step} steps",
             pipeline_tag="text-generation",
@@ -140,48 +131,23 @@ class Cards:
             "versions": installed(*PACKAGES),
         }
 
-    def _named(self, sources: tuple[str, ...]) -> str:
-        return ", ".join(self.names[source] for source in sources)
-
-    def _scores(self, found: Mapping[str, float]) -> dict[str, tuple[float, float, float]]:
-        """Pass@1 with the ends of its interval, by set."""
-        headings = {name: "held_out" if name == TEST else name for name in self.sets}
-        return {
-            name: (found[f"{name}/pass_rate"], found[f"{heading}/low"], found[f"{heading}/high"])
-            for name, heading in headings.items()
-            if f"{name}/pass_rate" in found
-        }
+    @staticmethod
+    def _named(sources: tuple[str, ...]) -> str:
+        return ", ".join(_short(source) if Path(source).suffix in SUFFIXES else source for source in sources)
 
     def _table(self, found: Mapping[str, float]) -> str:
-        lines = [
-            f"| {name} | {self._named(asked.source)} | {asked.samples} | {asked.temperature:g} | {rate:.3f} | "
-            f"{low:.3f} to {high:.3f} |"
-            for name, (rate, low, high) in self._scores(found).items()
-            for asked in (self.sets[name],)
-        ]
-        if not lines:
-            return NO_SCORES
+        """Pass@1 of each set with the ends of its interval."""
         columns = ("set", "questions", "answers per question", "temperature", "Pass@1", "95 % interval")
-        return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines])
-
-    def _results(self, found: Mapping[str, float]) -> list[EvalResult]:
-        return [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=self._named(self.sets[name].source),
-                dataset_name=name,
-                metric_type="pass@1",
-                metric_name="Pass@1",
-                metric_value=rate,
-                metric_args={
-                    "answers": self.sets[name].samples,
-                    "temperature": self.sets[name].temperature,
-                    "low": low,
-                    "high": high,
-                },
-            )
-            for name, (rate, low, high) in self._scores(found).items()
-        ]
+        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        for name, asked in self.sets.items():
+            if f"{name}/pass_rate" in found:
+                heading = "held_out" if name == TEST else name
+                low, high = found[f"{heading}/low"], found[f"{heading}/high"]
+                lines.append(
+                    f"| {name} | {self._named(asked.source)} | {asked.samples} | {asked.temperature:g} | "
+                    f"{found[f'{name}/pass_rate']:.3f} | {low:.3f} to {high:.3f} |"
+                )
+        return "\n".join(lines) if found else NO_SCORES
 
 
 def _short(place: str) -> str:

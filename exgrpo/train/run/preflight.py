@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from exgrpo.train.common.errors import shown
 from exgrpo.train.common.records import Failure
 from exgrpo.train.common.seeds import derive_seed
+from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
@@ -21,97 +21,14 @@ QUESTIONS = 32
 SHOWN_CHARACTERS = 300
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What became of a few answers, one to each of the first questions.
-
-    Attributes:
-        answers: how many there are.
-        finished: how many were not cut at the length limit.
-        formed: how many have the form that the reward needs; None where a reward has no check of the form.
-        right: how many are successes.
-        equal: whether all rewards are the same.
-        rewards: how many answers each reward has graded, by its name.
-        failures: of the rewards, by kind.
-        example: how the first answer ends.
-        form: the form in which most wrong answers hold the right value where the reward does not look, a name in
-            `grading.FORMS`.
-        hidden: how many of them do so.
-    """
-
-    answers: int
-    finished: int
-    formed: int | None
-    right: int
-    equal: bool
-    rewards: dict[str, int]
-    failures: tuple[Failure, ...]
-    example: str
-    form: str = ""
-    hidden: int = 0
-
-    def __str__(self) -> str:
-        form = "" if self.formed is None else f", {self.formed} have the form that the reward needs"
-        count = sum(failure.count for failure in self.failures)
-        failed = f", on {count} the reward failed" if count else ""
-        hidden = f"; {self._hidden}" if self.hidden else ""
-        return (
-            f"preflight: of {self.answers} answers {self.finished} are finished{form}, {self.right} are right{failed}"
-            f"{hidden}"
-        )
-
-    @property
-    def _hidden(self) -> str:
-        """What is to be known of right values that are not read."""
-        own = [name for name in self.rewards if is_own(name)]
-        read = "" if len(own) == len(self.rewards) else f"; reward.form={self.form} reads them there"
-        return (
-            f"{self.hidden} of {self.answers} answers hold the right value in {FORMS[self.form].shown}, where "
-            f"{', '.join(self.rewards)} does not look{read}"
-        )
-
-    def problem(self, config: Config) -> str | None:
-        """Why no answer can earn a reward, or a reward never works, and the remedy; None where neither is so."""
-        for reward, answers in self.rewards.items():
-            failures = [failure for failure in self.failures if failure.reward == absolute(reward)]
-            if sum(failure.count for failure in failures) == answers:
-                return _broken(reward, failures)
-        if self.right or not self.equal:
-            return None
-        if self.hidden:
-            return (
-                f"none of {self.answers} answers earns a reward, but {self._hidden}, or ask for the form that is read "
-                f"in data.prompt_format. One answer ends: {self.example!r}"
-            )
-        if self.finished == 0:
-            return (
-                f"all {self.answers} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
-                f"right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format. One answer "
-                f"ends: {self.example!r}"
-            )
-        if self.formed == 0:
-            return (
-                f"none of {self.answers} answers has the form that the reward {', '.join(self.rewards)} needs: ask for "
-                "it in data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take "
-                f"another reward.function. One answer ends: {self.example!r}"
-            )
-        return None
-
-
-def _broken(reward: str, failures: Sequence[Failure]) -> str:
-    """That a reward has failed on all answers, why, and on which one first."""
-    first = max(failures, key=lambda failure: failure.count)
-    count = sum(failure.count for failure in failures)
-    others = "".join(f"; on {one.count} of them {one.cause}" for one in failures if one is not first)
-    return (
-        f"the reward {reward} failed on all {count} answers: {first.cause}{others}. {remedy(first)}. One of these "
-        f"answers, to {shown(first.question)} with the right answer {shown(first.gold)}, ends: "
-        f"{first.response[-SHOWN_CHARACTERS:]!r}"
-    )
-
-
-def preflight(config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling) -> Preflight:
+def preflight(
+    config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling
+) -> tuple[str, str | None]:
     """Answer the first questions once each, as in training, and grade the answers; all ranks get the same.
+
+    Returns:
+        what became of the answers, in a sentence; and why no answer can earn a reward, or a reward never works, with
+        the remedy: None where neither is so.
 
     Raises:
         RewardError: on every rank, where the reward of an answer is no number.
@@ -125,16 +42,66 @@ def preflight(config: Config, answerer: Answerer, questions: Sequence[Question],
     right = is_success(batch.reward, config.reward.success)
     wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
     form, hidden = elsewhere(config.reward, wrong, answerer.world)
-    formed = [told for told in tell("form", config.reward, given, answerer.world) if told is not None]
-    return Preflight(
-        answers=len(asked),
-        finished=int(batch.finished.sum()),
-        formed=sum(formed) if len(formed) == len(given) else None,
-        right=int(right.sum()),
-        equal=len(set(batch.reward.tolist())) == 1,
-        rewards=Counter(answer.reward for answer in given),
-        failures=batch.counts.failures,
-        example=given[0].response[-SHOWN_CHARACTERS:],
-        form=form,
-        hidden=hidden,
+    told = [known for known in tell("form", config.reward, given, answerer.world) if known is not None]
+    formed = sum(told) if len(told) == len(given) else None  # None: a reward has no check of the form
+    found = f"preflight: of {len(asked)} answers {batch.finished.sum()} are finished"
+    if formed is not None:
+        found += f", {formed} have the form that the reward needs"
+    found += f", {right.sum()} are right"
+    if failed := sum(failure.count for failure in batch.counts.failures):
+        found += f", on {failed} the reward failed"
+    rewards = Counter(answer.reward for answer in given)
+    hint = _hidden(hidden, form, rewards) if hidden else ""
+    if hint:
+        found += f"; {hint}"
+    problem = _broken(rewards, batch.counts.failures)
+    if not (problem or right.any() or len(set(batch.reward.tolist())) > 1):
+        example = given[0].response[-SHOWN_CHARACTERS:]
+        why = _unearned(config, batch, hint, formed, ", ".join(rewards))
+        problem = why and f"{why}. One answer ends: {example!r}"
+    return found, problem
+
+
+def _hidden(count: int, form: str, rewards: Counter[str]) -> str:
+    """What is to be known of so many right values that stand in a form which the rewards do not read."""
+    read = "" if all(map(is_own, rewards)) else f"; reward.form={form} reads them there"
+    return (
+        f"{count} of {rewards.total()} answers hold the right value in {FORMS[form].shown}, where "
+        f"{', '.join(rewards)} does not look{read}"
     )
+
+
+def _unearned(config: Config, batch: StepBatch, hint: str, formed: int | None, rewards: str) -> str | None:
+    """Why no answer earns a reward, and the remedy; None: hard questions may need more answers than one."""
+    if hint:
+        return (
+            f"none of {len(batch)} answers earns a reward, but {hint}, or ask for the form that is read in "
+            "data.prompt_format"
+        )
+    if not batch.finished.any():
+        return (
+            f"all {len(batch)} answers were cut at rollout.max_tokens ({config.rollout.max_tokens}), and none is "
+            "right: raise rollout.max_tokens, or ask for shorter answers in data.prompt_format"
+        )
+    if formed == 0:
+        return (
+            f"none of {len(batch)} answers has the form that the reward {rewards} needs: ask for it in "
+            "data.prompt_format or data.system_prompt, open the answers by data.answer_prefix, or take another "
+            "reward.function"
+        )
+    return None
+
+
+def _broken(rewards: Counter[str], failures: Sequence[Failure]) -> str | None:
+    """That a reward has failed on all of its answers, why, and on which one first; None: none has."""
+    for reward, answers in rewards.items():
+        own = [failure for failure in failures if failure.reward == absolute(reward)]
+        if sum(failure.count for failure in own) == answers:
+            first = max(own, key=lambda failure: failure.count)
+            others = "".join(f"; on {one.count} of them {one.cause}" for one in own if one is not first)
+            return (
+                f"the reward {reward} failed on all {answers} answers: {first.cause}{others}. {remedy(first)}. One of "
+                f"these answers, to {shown(first.question)} with the right answer {shown(first.gold)}, ends: "
+                f"{first.response[-SHOWN_CHARACTERS:]!r}"
+            )
+    return None

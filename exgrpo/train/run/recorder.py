@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 
 from rich.console import Console
 
@@ -18,16 +19,16 @@ from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.rollout.stops import parts_of
-from exgrpo.train.run.build import Parts
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
-from exgrpo.train.trainer import StepResult
+from exgrpo.train.trainer import StepResult, Trainer
 
 
 class Recorder:
     """Writes into a run's folder on rank 0; on the other ranks it does nothing.
 
     Args:
-        parts: of the run.
+        trainer: of the run.
+        folder: of its results.
         resources: closes the log.
         position: where the log stood at the checkpoint from which the run goes on; None: the run is new.
 
@@ -36,26 +37,27 @@ class Recorder:
         OutputError: on every rank, where the folder cannot be written.
     """
 
-    def __init__(self, parts: Parts, resources: ExitStack, position: dict[str, int] | None) -> None:
-        self._parts = parts
+    def __init__(self, trainer: Trainer, folder: Path, resources: ExitStack, position: dict[str, int] | None) -> None:
+        self._trainer, self._folder, self._world = trainer, folder, trainer.answerer.world
+        self._output = trainer.config.output
         self._next: dict[str, float] = {}
         self._followed = Followed(0)
-        self._log = on_main(parts.world, lambda: self._open(position))
+        self._log = on_main(self._world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
 
     def _open(self, position: dict[str, int] | None) -> RunLog:
-        folder = self._parts.folder
+        folder = self._folder
         with os_errors_as(OutputError, f"{folder} cannot be written"):
             # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
-            trackers = open_trackers(self._parts.config, folder, position["step"] if position else None)
+            trackers = open_trackers(self._trainer.config, folder, position["step"] if position else None)
             log = RunLog(folder, trackers, resume=position)
-            self._followed = Followed(self._parts.config.output.stories, read_samples(folder / SAMPLES))
+            self._followed = Followed(self._output.stories, read_samples(folder / SAMPLES))
         return log
 
     def position(self) -> dict[str, int] | None:
         """Where the log stands; None on ranks that have none. All ranks call it together, as `record` and `step`."""
-        return on_main(self._parts.world, lambda: self._log.position() if self._log else None)
+        return on_main(self._world, lambda: self._log.position() if self._log else None)
 
     def add_to_next(self, metrics: Mapping[str, float]) -> None:
         """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
@@ -67,28 +69,28 @@ class Recorder:
         Raises:
             OutputError: on every rank, where it cannot be written.
         """
-        on_main(self._parts.world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
+        on_main(self._world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
         self._next = {}
 
     def step(self, step: int, result: StepResult) -> None:
         """Write the record of a training step, and some of its groups to read; raises as `record` does."""
         self.record("training", result.metrics)
-        on_main(self._parts.world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
+        on_main(self._world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
 
     def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
-        shown = spread(batch.groups, self._parts.config.output.sample_groups)
+        shown = spread(batch.groups, self._output.sample_groups)
         for group in self._followed.choose(batch.question.tolist(), shown):
             log.sample(self._sample(step, batch, group))
 
     def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
-        question = self._parts.inputs.train_set.questions[batch.question[group]]
-        stop = question.stops(self._parts.config.rollout.stop)
+        question = self._trainer.questions[batch.question[group]]
+        stop = question.stops(self._trainer.config.rollout.stop)
         answers = tuple(self._answer(batch, row, stop) for row in batch.rows_of([group]).tolist())
         return Sample(step, question.index, question.text, question.gold, question.index in self._followed, answers)
 
     def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
         answer, reward = batch.answer(row), batch.reward.item(row)
-        texts = parts_of(answer, self._parts.answerer.decode, stop)
+        texts = parts_of(answer, self._trainer.answerer.decode, stop)
         writers: cycle[Writer] = cycle(("policy", "environment"))
         parts = tuple(zip(writers, texts, strict=False))
         shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))
@@ -107,7 +109,7 @@ class Recorder:
         Raises:
             OutputError: the folder cannot be written.
         """
-        folder, output = self._parts.folder, self._parts.config.output
+        folder = self._folder
         if changes:
             console.print("\n" + "\n".join(changes), highlight=False, style="bold")
         names = ["config.yaml", METRICS, SAMPLES]
@@ -118,6 +120,6 @@ class Recorder:
             console.print(f"no report: {error}", highlight=False, soft_wrap=True)
         with os_errors_as(OutputError, f"{folder / FINISHED} cannot be written"):
             (folder / FINISHED).touch()
-        names += ["tensorboard"] if "tensorboard" in output.trackers else []
+        names += ["tensorboard"] if "tensorboard" in self._output.trackers else []
         names += [name for name in (MODEL, BEST, EXPORTS) if (folder / name).exists()]
         console.print(f"results in {folder}: {', '.join(names)}", highlight=False, soft_wrap=True)

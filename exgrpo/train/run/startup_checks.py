@@ -148,14 +148,11 @@ def check_output(config: Config) -> None:
         ConfigError: it exists already, or a part of its path is no folder or may not be written.
     """
     root, name = config.output.folder, config.output.name
-    if (
-        name
-        and (root / name).exists()
-        and not (config.resume == AUTO and (finished(config) or is_unsaved(root / name)))
-    ):
+    run = root / (name or "")
+    if name and run.exists() and not (config.resume == AUTO and (finished(config) or is_unsaved(run))):
         raise ConfigError(
-            f"output.folder: {root / name} exists already: choose another output.name, go on with it by --resume "
-            f"{root / name}, or remove it"
+            f"output.folder: {run} exists already: choose another output.name, go on with it by --resume {run}, or "
+            "remove it"
         )
     there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

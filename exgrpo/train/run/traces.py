@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from exgrpo.train.common import jsonl, plain
-from exgrpo.train.common.errors import DataError, MissingDataError, os_errors_as, shown
+from exgrpo.train.common.errors import DataError, os_errors_as, shown
 from exgrpo.train.common.records import Behaviour, KeptSets
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import parquet_values
@@ -213,7 +213,7 @@ def trace_files(source: Path) -> list[Path]:
                 )
             return files
         if not source.is_file():
-            raise MissingDataError(f"{source}: there is no such file or folder of traces")
+            raise DataError(f"{source}: there is no such file or folder of traces")
     return [source]
 
 

@@ -17,7 +17,7 @@ from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
-from exgrpo.train.run.validation_scores import LeftOut, SourceScore, Verdict, question_key, score, score_all
+from exgrpo.train.run.validation_scores import SourceScore, Verdict, question_key, score, score_all, unasked
 
 
 def evaluate(
@@ -45,8 +45,9 @@ def evaluate(
             strict=True,
         )
     ]
-    left_out = [LeftOut(question.source, _key(question), samples) for question in questions.left_out]
-    return score_all(verdicts, left_out), score(verdicts, left_out)
+    for question in questions.left_out:
+        verdicts += unasked(question.source, _key(question), samples)
+    return score_all(verdicts), score(verdicts)
 
 
 def metrics(overall: SourceScore, by_source: dict[str, SourceScore], name: str = TEST) -> dict[str, float]:
@@ -76,8 +77,10 @@ def rates(overall: SourceScore, by_source: dict[str, SourceScore], name: str) ->
 
 def rate_names(questions: QuestionSet, samples: int, name: str) -> list[str]:
     """The names of the `rates` of a set, before anything is asked."""
-    rows = [LeftOut(one.source, _key(one), samples) for one in (*questions, *questions.left_out)]
-    return list(rates(score_all((), rows), score((), rows), name))
+    verdicts: list[Verdict] = []
+    for one in (*questions, *questions.left_out):
+        verdicts += unasked(one.source, _key(one), samples)
+    return list(rates(score_all(verdicts), score(verdicts), name))
 
 
 def _number(value: float | None) -> float:

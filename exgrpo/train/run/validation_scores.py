@@ -19,8 +19,8 @@ class Verdict(NamedTuple):
     source: str
     question: str
     right: bool
-    finished: bool = True
-    """False: it was cut at the length limit."""
+    finished: bool | None = True
+    """False: it was cut at the length limit; None: the question was not asked, see `unasked`."""
     formed: bool | None = None
     """Whether it has the form that the reward needs; None: the reward cannot tell."""
     found: bool | None = None
@@ -29,12 +29,9 @@ class Verdict(NamedTuple):
     """Of its solution, as in `Grades`; right answers to a question without a key count as one solution."""
 
 
-class LeftOut(NamedTuple):
-    """A row that was not asked, with the answers it would have got: so many count as wrong."""
-
-    source: str
-    question: str
-    answers: int
+def unasked(source: str, question: str, answers: int) -> list[Verdict]:
+    """The answers that a row would have got which was left out, for its prompt is too long: so many wrong ones."""
+    return [Verdict(source, question, False, finished=None)] * answers
 
 
 @dataclass(frozen=True)
@@ -130,20 +127,17 @@ def effective_count(rates: npt.NDArray[np.float64], answers: int) -> float:
     return min(max(rate * (1 - rate) / variance, questions), answers) if variance else float(answers)
 
 
-def score_source(verdicts: Sequence[Verdict], left_out: Sequence[LeftOut] = ()) -> SourceScore:
-    """The scores of one source, whose rows all come here; there is at least one row.
+def score_source(verdicts: Sequence[Verdict]) -> SourceScore:
+    """The scores of one source, whose answers all come here; there is at least one.
 
     Rows that ask the same question, as in files that repeat each row 32 times, count as one question with more answers.
     """
-    samples: Counter[str] = Counter()
-    solutions: dict[str, Counter[int]] = {}
+    samples = Counter(verdict.question for verdict in verdicts)
+    solutions: dict[str, Counter[int]] = {question: Counter() for question in samples}
     for verdict in verdicts:
-        samples[verdict.question] += 1
-        solutions.setdefault(verdict.question, Counter()).update([verdict.key] if verdict.right else ())
-    for row in left_out:
-        samples[row.question] += row.answers
-    rights = [solutions.get(question, Counter()) for question in samples]
-    counts, answers = list(samples.values()), samples.total()
+        if verdict.right:
+            solutions[verdict.question][verdict.key] += 1
+    counts, rights, answers = list(samples.values()), list(solutions.values()), len(verdicts)
     rates = np.array([right.total() / count for count, right in zip(counts, rights, strict=True)])
     low, high = wilson(float(rates.mean()), effective_count(rates, answers))
     ks = [2**i for i in range(1, min(counts).bit_length())]
@@ -161,7 +155,7 @@ def score_source(verdicts: Sequence[Verdict], left_out: Sequence[LeftOut] = ()) 
         pass_at_error={k: _error(values) for k, values in pass_at.items()},
         distinct_at={k: float(values.mean()) for k, values in distinct_at.items()},
         distinct_at_error={k: _error(values) for k, values in distinct_at.items()},
-        left_out=len({row.question for row in left_out}),
+        left_out=len({verdict.question for verdict in verdicts if verdict.finished is None}),
         truncated=_lacking([verdict.finished for verdict in verdicts]),
         without_form=_lacking([verdict.formed for verdict in verdicts]),
         without_answer=_lacking([verdict.found for verdict in verdicts]),
@@ -179,24 +173,17 @@ def _lacking(having: Sequence[bool | None]) -> float | None:
     return 1 - sum(known) / len(known) if known else None
 
 
-def score(verdicts: Iterable[Verdict], left_out: Iterable[LeftOut] = ()) -> dict[str, SourceScore]:
+def score(verdicts: Iterable[Verdict]) -> dict[str, SourceScore]:
     """Scores by source, in the order of their names."""
-    answered: dict[str, list[Verdict]] = {}
+    of_source: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
-        answered.setdefault(verdict.source, []).append(verdict)
-    not_asked: dict[str, list[LeftOut]] = {}
-    for row in left_out:
-        not_asked.setdefault(row.source, []).append(row)
-    sources = sorted(answered.keys() | not_asked.keys())
-    return {source: score_source(answered.get(source, ()), not_asked.get(source, ())) for source in sources}
+        of_source.setdefault(verdict.source, []).append(verdict)
+    return {source: score_source(of_source[source]) for source in sorted(of_source)}
 
 
-def score_all(verdicts: Iterable[Verdict], left_out: Iterable[LeftOut] = ()) -> SourceScore:
+def score_all(verdicts: Iterable[Verdict]) -> SourceScore:
     """The scores over the questions of all sources together."""
-    return score_source(
-        [verdict._replace(question=f"{verdict.source}\0{verdict.question}") for verdict in verdicts],
-        [row._replace(question=f"{row.source}\0{row.question}") for row in left_out],
-    )
+    return score_source([verdict._replace(question=f"{verdict.source}\0{verdict.question}") for verdict in verdicts])
 
 
 def average(scores: dict[str, SourceScore]) -> float:

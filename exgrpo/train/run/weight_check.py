@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.common.distributed import fail_together
-from exgrpo.train.common.errors import ModelError, RolloutError, WeightMismatchError
+from exgrpo.train.common.distributed import agree
+from exgrpo.train.common.errors import ModelError, WeightMismatchError
 from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
@@ -57,15 +57,9 @@ def check_engine(
     seeds = [derive_seed(seed, "weight check", world.rank // engine.ranks, i) for i in range(len(prompts))]
     engine.wake()
     requests = [Request(prompt, 2, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    answers: list[list[Rollout]] = [[] for _ in prompts]
-    problem: RolloutError | None = None
-    try:
-        answers = collect(requests, engine.generate(requests))
-    except RolloutError as error:
-        problem = error
+    answers = agree(world, lambda: collect(requests, engine.generate(requests)))
     engine.sleep()
     engine.counts()  # what the check has read is not for the next step to count
-    fail_together(world, problem)
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
     batch = StepBatch.of_answers([prompt for prompt, _ in everything], [r for _, r in everything])

@@ -14,7 +14,7 @@ from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate
-from exgrpo.train.run.validation_scores import LeftOut, Verdict, average, distinct_at_k, pass_at_k, score, score_all
+from exgrpo.train.run.validation_scores import Verdict, average, distinct_at_k, pass_at_k, score, score_all
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
 
 PLAIN = RewardConfig(function="tests.train.fakes:marked")
@@ -115,22 +115,6 @@ def test_in_training_questions_that_were_left_out_are_wrong():
         "b": (2, 2, 0.0),
         "fake": (3, 0, pytest.approx(2 / 3)),
     }
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), VERDICTS, st.booleans()), min_size=1, max_size=8))
-def test_left_out_questions_score_as_if_all_their_answers_were_wrong(questions):
-    asked = [Verdict(s, str(i), right) for i, (s, rights, left) in enumerate(questions) if not left for right in rights]
-    left_out = [LeftOut(s, str(i), len(rights)) for i, (s, rights, left) in enumerate(questions) if left]
-    wrong = [Verdict(s, name, False) for s, name, count in left_out for _ in range(count)]
-    for ours, expected in (
-        (score(asked, left_out), score([*asked, *wrong])),
-        ({"all": score_all(asked, left_out)}, {"all": score_all([*asked, *wrong])}),
-    ):
-        assert ours.keys() == expected.keys()
-        for name, of_source in ours.items():
-            assert of_source.left_out == sum(name in ("all", s) for s, _, _ in left_out)
-            same = dataclasses.replace(of_source, left_out=0, truncated=expected[name].truncated)
-            assert same == expected[name]
 
 
 @pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])

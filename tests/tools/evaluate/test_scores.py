@@ -22,7 +22,7 @@ from exgrpo.train.metrics.report.runs import load_run
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate, metrics
-from exgrpo.train.run.validation_scores import LeftOut, Verdict, effective_count, score, score_all, wilson
+from exgrpo.train.run.validation_scores import Verdict, effective_count, score, score_all, unasked, wilson
 from tests.train.fakes import ScriptedEngine, answerer, question_set
 from tests.train.metrics.test_training_numbers import documented
 
@@ -78,7 +78,7 @@ def test_fractions_are_of_the_given_answers():
         Verdict("a", "r", False, finished=True, formed=False, found=True),
         Verdict("b", "q", True),
     ]
-    scores = score(given, [LeftOut("a", "s", 2), LeftOut("c", "t", 1)])
+    scores = score([*given, *unasked("a", "s", 2), *unasked("c", "t", 1)])
     found = {name: (s.truncated, s.without_form, s.without_answer) for name, s in scores.items()}
     assert found == {"a": (0.25, 0.75, 0.25), "b": (0.0, None, None), "c": (None, None, None)}
 

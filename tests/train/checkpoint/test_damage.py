@@ -54,6 +54,7 @@ def test_where_all_are_damaged_one_error_names_every_problem(tmp_path):
     flip(newest.folder / "policy" / "version")
     (middle.folder / "manifest.json").write_text("[]")
     (tmp_path / "experience" / f"{oldest.manifest.arrays}.safetensors").write_bytes(b"")
+    remains = shutil.copytree(oldest.folder, oldest.folder.with_suffix(".unfinished"))
     with pytest.raises(CheckpointError) as error:
         load(tmp_path)
     first, *parts = str(error.value).split("; ")
@@ -62,6 +63,7 @@ def test_where_all_are_damaged_one_error_names_every_problem(tmp_path):
     assert f"{middle.folder}/manifest" in parts[1]
     assert f"{oldest.manifest.arrays}.safetensors is damaged: it has 0 bytes" in parts[2]
     assert folders(tmp_path) == [newest.folder, middle.folder, oldest.folder], "nothing is set aside"
+    assert remains.exists()
 
 
 def test_another_format_is_an_error_and_no_damage(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 from exgrpo.train.checkpoint.listing import (
     FORMAT,
     MANIFEST,
-    CheckpointError,
     Manifest,
     SavedFile,
     read_manifest,
@@ -75,33 +74,4 @@ def test_what_is_no_manifest_is_damaged(tmp_path, content):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).unlink()
     with pytest.raises(DamagedFileError, match=rf"{tmp_path / MANIFEST} is missing"):
-        read_manifest(tmp_path)
-
-
-MISSING = object()
-ANY_NAMES = ("config", "values", "progress")  # mappings of whatever the caller needs
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (key, value)
-        for key in sorted(plain().keys() - {"format"})
-        for value in (MISSING, None, 1.5, [1], {"a": "b"})
-        if not (key in ANY_NAMES and isinstance(value, dict))
-    ]
-    + [("step", "20"), ("step", True), ("step", -1), ("other", 1)],
-)
-def test_keys_are_needed_and_have_types_even_where_the_checksum_is_right(tmp_path, key, value):
-    content = {**plain(), key: value}
-    if value is MISSING:
-        del content[key]
-    (tmp_path / MANIFEST).write_text(signed(content))
-    with pytest.raises(DamagedFileError, match=rf"{tmp_path / MANIFEST} is damaged: {key}"):
-        read_manifest(tmp_path)
-
-
-def test_other_formats_are_refused_and_not_taken_for_damage(tmp_path):
-    (tmp_path / MANIFEST).write_text(signed({"format": FORMAT + 1, "anything": 1}))
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} has format {FORMAT + 1} and this version"):
         read_manifest(tmp_path)

@@ -15,9 +15,10 @@ from tests.train.checkpoint.parts import saved_run
 from tests.train.configs import configured
 
 
-def write_config(folder, **values):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(configured(values)))
+def run_of(folder, done=2, **values):
+    """The folder of a run with this configuration and one checkpoint."""
+    saved_run(folder, steps=(done,), config=configured(values).model_dump(mode="json"))
+    time.sleep(0.01)
 
 
 def test_auto_means_the_newest_unfinished_run(tmp_path):
@@ -27,11 +28,9 @@ def test_auto_means_the_newest_unfinished_run(tmp_path):
         return configured({"resume": "auto", "output": {"folder": tmp_path, **output}})
 
     assert locate(config()) is None
-    for name, steps, done in (("a", 10, 4), ("b", 6, 6), ("finished", 4, 4), ("unsaved", 10, None)):
-        write_config(tmp_path / name, steps=steps)
-        if done:
-            saved_run(tmp_path / name, steps=(done,))
-            time.sleep(0.01)
+    for name, steps, done in (("a", 10, 4), ("b", 6, 6), ("finished", 4, 4)):
+        run_of(tmp_path / name, done, steps=steps)
+    (tmp_path / "unsaved").mkdir()
     (tmp_path / "finished" / FINISHED).touch()
     assert locate(config()) == tmp_path / "b"
     assert locate(config(name="a")) == tmp_path / "a"
@@ -46,29 +45,20 @@ def test_auto_goes_on_with_the_newest_run_of_the_configuration_that_is_asked_for
         return configured({"resume": "auto", "output": {"folder": tmp_path}, **values})
 
     for name, values in (("old", {}), ("same", {"steps": 9, "checkpoint": {"every": 3}}), ("other", {"seed": 1})):
-        write_config(tmp_path / name, **values, rollout={"engine": "transformers"})
-        saved_run(tmp_path / name, steps=(2,))
-        time.sleep(0.01)
+        run_of(tmp_path / name, **values, rollout={"engine": "transformers"})
     assert locate(asked()) == tmp_path / "same"  # the engine is one that the run has chosen by itself
     assert locate(asked(steps=50, evaluation={"every": 7})) == tmp_path / "same"
     assert locate(asked(seed=1)) == tmp_path / "other"
+    run_of(tmp_path / "far", seed=2, questions=8, experience={"ratio": 0.75})
     neither = asked(seed=1, questions=32, experience={"ratio": 0.25})
     assert locate(neither) is None
     told = begun_anew(neither, tmp_path / "new")
     assert f"a new one begins in {tmp_path / 'new'}. The nearest is {tmp_path / 'other'}, where questions was" in told
     assert "experience.ratio was 0.5 and is now 0.25; to go on with that one: --resume" in told
     assert "seed" not in told
-    assert locate(asked(rollout={"engine": "vllm"})) is None
-    assert "rollout.engine was 'transformers' and is now 'vllm'" in begun_anew(asked(rollout={"engine": "vllm"}), "new")
-
-
-@pytest.mark.parametrize("content", ["", "seed: ["])
-def test_auto_compares_with_the_copy_in_a_checkpoint_where_the_configuration_of_a_run_is_damaged(tmp_path, content):
-    saved_run(tmp_path / "run", steps=(2,), config=configured().model_dump(mode="json"))
-    (tmp_path / "run" / "config.yaml").write_text(content)
-    asked = {"resume": "auto", "output": {"folder": tmp_path}}
-    assert locate(configured(asked)) == tmp_path / "run"
-    assert locate(configured({**asked, "seed": 1})) is None
+    engine = asked(rollout={"engine": "vllm"})
+    assert locate(engine) is None
+    assert "rollout.engine was 'transformers' and is now 'vllm'" in begun_anew(engine, "new")
 
 
 def test_auto_does_not_begin_anew_beside_a_run_whose_checkpoints_are_damaged(tmp_path):
@@ -86,7 +76,6 @@ def test_a_recipe_that_leaves_the_engine_open_goes_on_with_the_one_that_was_chos
     options = [f"--recipe={recipe}", f"--output.folder={tmp_path}", "--resume=auto"]
     begun = parse_args([*options, "--rollout.engine=transformers"])
     saved_run(run, steps=(2,), config=begun.model_dump(mode="json"))
-    (run / "config.yaml").write_text(to_yaml(begun))
     assert parse_args(options).rollout.engine == "auto"
     assert configure(options) == (begun, run)
 
@@ -97,7 +86,6 @@ def test_a_run_keeps_its_plan_of_memory_and_other_values_may_be_given(tmp_path):
     options = [f"--recipe={recipe}", f"--output.folder={tmp_path}", "--resume=auto", "--rollout.engine=vllm"]
     begun = changed(parse_args(options), {"policy.gradient_checkpointing": False, "optimizer.micro_batch_tokens": 9216})
     saved_run(run, steps=(2,), config=begun.model_dump(mode="json"))
-    (run / "config.yaml").write_text(to_yaml(begun))
     assert configure(options) == (begun, run)
     less, _ = configure([*options, "--optimizer.micro_batch_tokens=4096", "--policy.gradient_checkpointing=True"])
     assert (less.pass_tokens, less.policy.checkpointing) == (4096, True)
@@ -125,9 +113,9 @@ def test_a_damaged_configuration_is_taken_from_the_checkpoint_and_a_sound_one_ma
         (warning,) = caplog.messages
         assert f"{path}" in warning
         assert "is taken from" in warning
-    write_config(tmp_path, seed=7, steps=40)
+    path.write_text(to_yaml(configured(seed=7, steps=40)))
     assert saved_config(tmp_path).steps == 40
-    write_config(tmp_path, seed=8, steps=40)
+    path.write_text(to_yaml(configured(seed=8, steps=40)))
     told = r"config\.yaml is not what .*: seed was 7 and is now 8; put it right, or rem"
     with pytest.raises(ConfigError, match=told):
         saved_config(tmp_path)

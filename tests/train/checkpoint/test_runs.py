@@ -1,7 +1,6 @@
-"""Runs as programs: killed at any moment or damaged, and continued to the same end, by any number of processes."""
+"""Runs as programs: killed or damaged, and continued to the same end, by any number of processes."""
 
 import json
-import random
 import shutil
 import signal
 import time
@@ -22,54 +21,23 @@ SMALL = (
 )
 
 
-def run_whole(root, ranks):
-    completed(MAIN, *SMALL, f"--output.folder={root}", "--output.name=run", ranks=ranks)
-    return root / "run"
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run of two processes that was not interrupted."""
-    return run_whole(tmp_path_factory.mktemp("whole"), 2)
+    root = tmp_path_factory.mktemp("whole")
+    completed(MAIN, *SMALL, f"--output.folder={root}", "--output.name=run", ranks=2)
+    return root / "run"
 
 
-def wait_for_progress(folder, run, seconds):
-    """Until the run has a complete checkpoint more than it had, and then a while."""
+def wait_for_progress(folder, run):
+    """Until the run has a complete checkpoint more than it had."""
     before = find(folder)[0].step if find(folder) else 0
     deadline = time.monotonic() + 120
     while run.running() and time.monotonic() < deadline:
         found = find(folder)
         if found and found[0].step > before:
-            time.sleep(seconds)
             return
         time.sleep(0.02)
-
-
-@pytest.mark.long
-def test_a_run_killed_at_random_moments_gives_the_same_metrics(tmp_path, whole):
-    arguments = (*SMALL, f"--output.folder={tmp_path}")
-    rng, kills, run = random.Random(2), 0, tmp_path / "run"
-    while kills < 2:
-        running = Ranks(MAIN, *arguments, "--output.name=run", "--resume=auto", ranks=2)
-        wait_for_progress(run, running, rng.uniform(0.0, 2.0))
-        alive = running.running()
-        if alive:
-            rng.choice(running.ranks).send(signal.SIGKILL)
-            kills += 1
-        done = running.finish()
-        assert "Traceback" not in done.stderr
-        if not alive:
-            assert done.returncode == 0, done.stdout + done.stderr
-            break
-        if not find(run):
-            shutil.rmtree(run)  # killed before its first checkpoint: a new run needs the name
-    assert kills
-    if not (run / FINISHED).exists():
-        done = completed(MAIN, *arguments, "--resume=auto", ranks=2)
-        assert "going on with" in done.stdout
-    assert untimed(run) == untimed(whole)
-    assert (run / FINISHED).exists()
-    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 
 DECISIONS = ("step", "reward", "pass_rate", "generated_tokens", "replayed", "buffer_trajectories", "retired")
@@ -82,7 +50,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, whole):
     arguments = (*SMALL, f"--output.folder={tmp_path}", "--output.name=run", "--resume=auto")
     for ranks in (1, 3):
         running = Ranks(MAIN, *arguments, ranks=ranks)
-        wait_for_progress(tmp_path / "run", running, 0.0)
+        wait_for_progress(tmp_path / "run", running)
         running.ranks[-1].send(signal.SIGKILL)
         running.finish()
     assert find(tmp_path / "run")[0].step < 8
@@ -102,7 +70,7 @@ def assert_same_but_for_rounding(records, rights):
 
 
 def test_a_run_that_0_1_0_wrote_goes_on_by_its_recipe_as_it_went_on_there(tmp_path):
-    """Two steps, on any processor.
+    """Two steps, on any processor, of a random Llama with two layers of width 16, begun on one thread of a CPU.
 
     Other instructions round otherwise, by 1e-7 of a log-prob, and would change an answer whose random number is so near
     to the border between two words. None does: with weights and moments that were off by 1e-4 of themselves, and with

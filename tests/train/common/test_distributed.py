@@ -98,7 +98,7 @@ def test_several_ranks_or_a_driver_without_a_gpu_are_told(monkeypatch, tmp_path)
     monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
     two = World(0, 2, torch.device("cpu"), control=None)
     assert missing_gpu(ALONE) is None
-    assert missing_gpu(two) == "torch sees no GPU: the 2 processes compute on CPUs"
+    assert f"torch {torch.__version__} sees no GPU" in missing_gpu(two)
     assert missing_gpu(World(0, 2, torch.device("cuda"), control=None)) is None
     (tmp_path / "version").touch()
     assert "this machine has an NVIDIA driver, but torch" in missing_gpu(ALONE)

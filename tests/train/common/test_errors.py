@@ -1,6 +1,5 @@
 """What a person can mend is one line of a program; what is broken in the code is a traceback."""
 
-import builtins
 import inspect
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE
-from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, MissingDataError, OutputError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.config.recipe import read_recipe
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import load_questions
@@ -95,9 +94,6 @@ def test_another_rank_says_which_it_is_after_the_launcher_would_have_ended_it(mo
 
 
 def test_what_was_an_error_of_python_still_is_one():
-    for kind in (errors.MissingDataError, errors.MissingRewardError):
-        assert issubclass(kind, ValueError)
-        assert issubclass(kind, FileNotFoundError)
     for kind in (errors.ConfigError, errors.DataError, errors.ModelError, errors.RewardError, errors.ReportError):
         assert issubclass(kind, ValueError)
     for kind in (errors.CheckpointError, errors.RolloutError, errors.GraderError, errors.WeightMismatchError):
@@ -109,33 +105,20 @@ def test_an_error_of_the_system_names_what_could_not_be_done():
     with expected as caught, os_errors_as(OutputError, "/full cannot be written"):
         raise OSError(28, "No space left on device")
     assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(MissingDataError, match="^here$"), os_errors_as(OutputError, "there"):
-        raise MissingDataError("here")
+    with pytest.raises(DataError, match="^here$"), os_errors_as(OutputError, "there"):
+        raise DataError("here")
     with pytest.raises(ZeroDivisionError), os_errors_as(OutputError, "there"):
         raise ZeroDivisionError
 
 
-@pytest.fixture
-def forbidden(tmp_path, monkeypatch):
-    """A file that may not be opened, whoever the user is."""
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path = tmp_path / "mine.jsonl"
     path.write_text("{}")
-    opened = builtins.open
-
-    def refuse(file, *arguments, **options):
-        if str(file) == str(path):
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(file, *arguments, **options)
-
-    monkeypatch.setattr("io.open", refuse)
-    return path
-
-
-def test_a_file_that_may_not_be_read_is_named(forbidden):
-    with pytest.raises(DataError, match=rf"^{forbidden} cannot be read: Permission denied$"):
-        load_questions(str(forbidden), None, PromptFormat(chat=False, max_prompt_tokens=1))
-    with pytest.raises(ConfigError, match=rf"^{forbidden} cannot be read: Permission denied$"):
-        read_recipe(forbidden)
+    monkeypatch.setattr(Path, "open", fail_with(PermissionError(13, "Permission denied")))
+    with pytest.raises(DataError, match=rf"^{path} cannot be read: Permission denied$"):
+        load_questions(str(path), None, PromptFormat(chat=False, max_prompt_tokens=1))
+    with pytest.raises(ConfigError, match=rf"^{path} cannot be read: Permission denied$"):
+        read_recipe(path)
 
 
 def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from exgrpo.train.common import threads as module
 from exgrpo.train.common.threads import Neighbours, Others, Rank, choose, quota
 from tests.train.launch import MAIN, launch
 
@@ -17,9 +18,10 @@ SPIN = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
 
 @pytest.fixture
 def unnamed(monkeypatch, tmp_path):
-    """No variable and no control group says anything."""
+    """No variable, no control group and no load says anything."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("exgrpo.train.common.threads.quota", lambda: None)
+    monkeypatch.setattr(module, "quota", lambda: None)
+    monkeypatch.setattr(module, "look", lambda _: 0.0)
     return monkeypatch
 
 
@@ -42,37 +44,36 @@ def ranks(*processors):
     ],
 )
 def test_free_processors_are_shared_by_the_processes_that_may_use_them(unnamed, processes, others, expected):
-    of_run = ranks(*processes)
-    assert choose(None, None, of_run, of_run[0], lambda: others).count == expected
+    unnamed.setattr(module, "look", lambda _: others)
+    assert choose(None, None, ranks(*processes)).count == expected
 
 
 def test_what_is_asked_for_is_taken_whatever_is_free(unnamed):
-    (own,) = of_run = ranks({0, 1})
+    of_run = ranks({0, 1})
     unnamed.setenv("OMP_NUM_THREADS", "3,2")
-    assert str(choose(None, None, of_run, own, lambda: 2.0)) == "3 threads in each process: OMP_NUM_THREADS"
-    assert str(choose(5, None, of_run, own, lambda: 2.0)) == "5 threads in each process: distributed.threads"
+    assert str(choose(None, None, of_run)) == "3 threads in each process: OMP_NUM_THREADS"
+    assert str(choose(5, None, of_run)) == "5 threads in each process: distributed.threads"
     for nothing in ("", "0", "-1", "many"):
         unnamed.setenv("OMP_NUM_THREADS", nothing)
-        assert choose(None, None, of_run, own, lambda: 0.0).count == 2
+        assert choose(None, None, of_run).count == 2
 
 
 def test_a_run_that_goes_on_has_its_number_or_says_that_it_has_another(unnamed):
-    (own,) = of_run = ranks(FOUR)
-    assert choose(None, 3, of_run, own, lambda: 4.0).count == 3
-    moved = choose(None, 16, of_run, own, lambda: 0.0)  # to a machine with fewer processors
+    of_run = ranks(FOUR)
+    assert choose(None, 3, of_run).count == 3
+    moved = choose(None, 16, of_run)  # to a machine with fewer processors
     assert moved.count == 4
     assert "the run began with 16" in moved.why
-    asked = choose(2, 3, of_run, own, lambda: 0.0)
+    asked = choose(2, 3, of_run)
     assert asked.count == 2
     assert "the run began with 3" in asked.why
-    assert "began" not in choose(3, 3, of_run, own, lambda: 0.0).why
+    assert "began" not in choose(3, 3, of_run).why
 
 
 def test_the_quota_of_a_container_limits_the_number(unnamed):
-    (own,) = of_run = ranks(FOUR)
-    for limit, expected in ((0.5, 1), (1.0, 1), (2.5, 2), (9.0, 4)):
-        unnamed.setattr("exgrpo.train.common.threads.quota", lambda limit=limit: limit)
-        found = choose(None, None, of_run, own, lambda: 0.0)
+    for limit, expected in ((0.5, 1), (2.5, 2), (9.0, 4)):
+        unnamed.setattr(module, "quota", lambda limit=limit: limit)
+        found = choose(None, None, ranks(FOUR))
         assert found.count == expected
         assert ("with a quota of" in found.why) == (limit < 4)
 
@@ -108,12 +109,14 @@ def test_what_a_run_has_started_is_no_load_of_others():
     """Both look at the same time: the one that knows the process as its own sees less, by just what that has used."""
     processor = min(os.sched_getaffinity(0))
     process = subprocess.Popen([sys.executable, "-c", SPIN % processor])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
     try:
         there = psutil.Process(process.pid)
         while there.cpu_times().user < 0.1:
             time.sleep(0.05)
-        one = Rank(os.getpid(), frozenset({processor}))
-        ours, theirs = Others([one], one), Others([], one)
+        one, no_more = (Rank(pid, frozenset({processor})) for pid in (os.getpid(), gone.pid))
+        ours, theirs = Others([one, no_more]), Others([no_more])
         before, start = there.cpu_times().user, time.monotonic()
         time.sleep(1)
         ours, theirs = ours.busy(), theirs.busy()
@@ -123,13 +126,6 @@ def test_what_a_run_has_started_is_no_load_of_others():
         process.wait()
     assert theirs > 0.8  # some program, this one or another, keeps it busy all the time
     assert theirs - ours > 0.8 * used - 0.05  # the system counts in hundredths of a second
-
-
-def test_a_process_of_the_run_that_is_gone_is_no_error():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    own = Rank.here()
-    assert Others([own, Rank(gone.pid, own.processors)], own).busy() >= 0
 
 
 def observed(loads, speeds, allowed=2, threads=2, sharing=1):

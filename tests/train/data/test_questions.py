@@ -165,7 +165,7 @@ def test_malformed_truncated_and_foreign_parquet(tmp_path):
 @pytest.mark.parametrize("source", ["missing.jsonl", "/no/such/place", "some/deep/folder", "data/*.parquet", "./here"])
 def test_missing_files_are_no_hub_names(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(FileNotFoundError, match="no such file|matches this pattern"):
+    with pytest.raises(DataError, match="no such file|matches this pattern"):
         load(source, TOKENIZER, max_prompt_tokens=100)
 
 

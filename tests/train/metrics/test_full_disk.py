@@ -71,7 +71,7 @@ def test_all_ranks_hear_of_it(tmp_path):
             return [value]
 
     made = object.__new__(recorder.Recorder)
-    made._parts, made._next, made._log = SimpleNamespace(world=Watched()), {}, RunLog(tmp_path)
+    made._world, made._next, made._log = Watched(), {}, RunLog(tmp_path)
     with pytest.raises(OutputError):
         made.record("training", {"step": 1})
     assert isinstance(told[-1], OutputError)
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_saved_is_named(tmp_path):
 
     (tmp_path / "model").mkdir()
     with pytest.raises(OutputError, match=rf"^{tmp_path / 'model'} {WAY_ON}"):
-        write_model(tmp_path / "model", SimpleNamespace(save=refuse), None, None, LoneWorld())
+        write_model(tmp_path / "model", SimpleNamespace(save=refuse, world=LoneWorld()), None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # the one before stays
 
 

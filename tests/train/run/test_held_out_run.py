@@ -109,13 +109,9 @@ def test_the_cards_say_what_the_models_are_and_reach(run):
     for place in ("model", "best", "exports/step_00000001"):
         card = ModelCard.load(folder / place / "README.md")
         assert card.data.to_dict()["library_name"] == "transformers"
-        assert {result.dataset_name for result in card.data.eval_results} == {"test", "mixed"}
         assert str(folder) not in card.content
     card = ModelCard.load(folder / "model" / "README.md")
-    of_mixed = next(result for result in card.data.eval_results if result.dataset_name == "mixed")
-    assert (of_mixed.metric_type, of_mixed.metric_value) == ("pass@1", last["mixed/pass_rate"])
     low, high = last["mixed/low"], last["mixed/high"]
-    assert (of_mixed.metric_args["low"], of_mixed.metric_args["high"]) == (low, high)
     assert f"| {last['mixed/pass_rate']:.3f} | {low:.3f} to {high:.3f} |" in card.text
     assert "- training questions: builtin:arithmetic\n" in card.text
 
