@@ -16,7 +16,6 @@ from exgrpo.tools.doctor import machine, training
 from exgrpo.tools.doctor.check import CheckFailedError, Given, Skipped, tiny_run
 from exgrpo.tools.doctor.program import all_checks
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config
 from tests.gloo import on_ranks
 from tests.train.configs import configured
@@ -39,7 +38,6 @@ def test_checks_have_names_of_their_own_a_remedy_and_travel():
         assert check.remedy
         assert not check.remedy.endswith(".")
         assert pickle.loads(pickle.dumps(check.function))
-    assert [check.level for check in checks] == sorted(check.level for check in checks)
 
 
 def test_a_backend_that_is_not_there_is_skipped(given):
@@ -57,7 +55,6 @@ def test_a_backend_that_computes_wrongly_fails(given, monkeypatch):
 
 
 def test_answers_that_are_graded_otherwise_fail(given, monkeypatch):
-    monkeypatch.setattr(training, "MANY", 4)
     assert "8 answers to 4 rewards graded rightly, 1 that hangs was ended" in training.check_grading(given())
     reward, answer, gold, worth = training.CASES[0]
     monkeypatch.setattr(training, "CASES", ((reward, answer, gold, 1 - worth), *training.CASES[1:]))
@@ -91,30 +88,9 @@ def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypa
         machine.check_memory(asked)
 
 
-def test_the_disk_is_that_of_the_folder_to_come(given, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "BLOCK", 4096)
-    asked = given(**{"output.folder": tmp_path / "not" / "yet"})
-    assert machine.place_of(asked.recipe.output.folder) == tmp_path
-    assert "MiB/s with fsync" in machine.check_disk(asked)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"output\.folder: .*file/runs cannot be written"):
-        machine.check_disk(given(**{"output.folder": tmp_path / "file" / "runs"}))
-
-
-def test_packages_that_do_not_suit_are_named(monkeypatch):
-    lines = ["torch>=99", "surely-not-there>=1; extra == 'train'", "nor-this; extra == 'wandb'", "numpy>=1"]
-    monkeypatch.setattr(machine, "requires", lambda _: lines)
-    assert machine.unsuitable() == [
-        f"torch {torch.__version__} is installed, and torch>=99 is needed",
-        'surely-not-there>=1; extra == "train" is not installed',
-    ]
-
-
 def collect(rank):
     world = World(rank, 2, torch.device("cpu"), control=None)
-    training.ELEMENTS["cpu"] = 1 << 10
-    assert training.measure(world).startswith("gloo, 2 x cpu: right; ")
+    assert training.measure(world) == "gloo, 2 x cpu: right"
     dist.all_reduce = lambda tensor: None
     dist.broadcast = lambda tensor, source: tensor.fill_(7)
     with pytest.raises(CheckFailedError, match=f"rank {rank} of 2 got wrong numbers from all_reduce, broadcast"):
@@ -166,8 +142,7 @@ class Engine:
 def test_weights_that_do_not_arrive_or_stay_fail(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     new = [("w", nn.Parameter(torch.ones(2), requires_grad=False))]
-    seconds, freed = training.exercise(Engine(), new)
-    assert (list(seconds), freed) == (["push", "sleep", "wake"], 0)
+    assert training.exercise(Engine(), new) == 0
     for lost, when in (("push", "after a push"), ("sleep", "after sleep")):
         with pytest.raises(CheckFailedError, match=f"{when} the engine has other weights in 1 tensors, such as w"):
             training.exercise(Engine(lost), new)

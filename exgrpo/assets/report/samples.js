@@ -211,6 +211,5 @@
     choose();
   }
 
-  document.addEventListener("renewed", start);
   start();
 })();

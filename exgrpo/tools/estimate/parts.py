@@ -1,7 +1,7 @@
 """What an estimate is made of: GPUs and models by their data sheets, hardware, assumptions, amounts and times."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 GIB = 1 << 30
 
@@ -72,46 +72,23 @@ MODELS = {
 """Sizes of models that recipes and pages name, as in their config.json: an estimate needs neither hub nor folder."""
 
 
-def machine(words: str) -> tuple[str, int | None]:
-    """A GPU by its name, and how many there are (None: it is not said): h100x8, A100-80.
-
-    Raises:
-        ValueError: it has no data sheet here.
-    """
-    known = {name.lower(): name for name in GPUS}
-    asked = words.lower()
-    name, _, count = asked.rpartition("x")
-    if asked in known:
-        return known[asked], None
-    if name in known and count.isdecimal() and int(count):
-        return known[name], int(count)
-    raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")
-
-
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs, all of one kind; or the CPU of one machine, of which each process has a share.
+    """GPUs, all of one kind.
 
     Attributes:
-        gpus: how many GPUs, one rank each; or how many processes.
+        gpus: how many, one rank each.
         memory: bytes of each that tensors can take.
         flops: peak FLOP/s of each, dense, in the recipe's compute dtype.
         bandwidth: memory bandwidth of each, bytes per second.
-        kind: what each is.
-        words: what the figures are of, and where they come from.
+        name: what they are.
     """
 
     gpus: int
     memory: float
     flops: float
     bandwidth: float
-    kind: Literal["GPU", "process"] = "GPU"
-    words: str = field(default="", compare=False)
-
-    @property
-    def device(self) -> str:
-        """The kind of device, as torch calls it."""
-        return "cuda" if self.kind == "GPU" else "cpu"
+    name: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,20 +101,21 @@ class Assumptions:
         candidates: mean number of stored successes of a replayed question.
         mfu: share of the peak FLOP/s that passes through the model reach, communication included.
         bandwidth_use: share of the memory bandwidth that decoding reaches.
-        layer_launch: seconds to launch the kernels of one layer in decoding.
-        engine_step: seconds of vLLM's own work for a step of decoding, in which the GPU waits.
-        host_bandwidth: bytes per second between GPU and CPU memory.
+        layer_launch: seconds to launch the kernels of one layer in decoding: what bounds transformers' generate.
+        engine_step: seconds of vLLM's own work for a step of decoding, in which the GPU waits (measured: an H100, 120
+            answers).
+        host_bandwidth: bytes per second between GPU and CPU memory (pageable, as the engine sleeps).
     """
 
     prompt_tokens: float
     response_tokens: float
-    success_rate: float
-    candidates: float
     mfu: float
-    bandwidth_use: float
-    layer_launch: float
-    engine_step: float
-    host_bandwidth: float
+    success_rate: float = 0.5
+    candidates: float = 4.0
+    bandwidth_use: float = 0.6
+    layer_launch: float = 700e-6
+    engine_step: float = 3.5e-3
+    host_bandwidth: float = 10e9
 
 
 @dataclass(frozen=True)
