@@ -1,7 +1,6 @@
 """What a person sees while a run goes on."""
 
 import math
-from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
@@ -22,39 +21,24 @@ from exgrpo.train.common.errors import printable
 COLUMNS = {
     "reward": ("reward", ".3f"),
     "Pass@1": ("pass_rate", ".3f"),
-    "entropy": ("entropy", ".3f"),
     "replayed": ("replayed", ".0f"),
+    "length": ("response_tokens", ".0f"),
+    "s/step": ("seconds", ".1f"),
+    "entropy": ("entropy", ".3f"),
+    "cut": ("truncated", ".0%"),
+    "failed": ("reward_failed_fraction", ".0%"),
     "buffer": ("buffer_trajectories", ".0f"),
     "retired": ("retired", ".0f"),
-    "ratio": ("fresh_ratio", ".3f"),
-    "grad": ("grad_norm", ".2f"),
-    "idle": ("idle_group_fraction", ".0%"),
-    "length": ("response_tokens", ".0f"),
-    "cut": ("truncated", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "mfu": ("mfu", ".1%"),
-    "s/step": ("seconds", ".1f"),
-    "failed": ("reward_failed_fraction", ".0%"),
+    "idle": ("idle_group_fraction", ".0%"),
+    "grad": ("grad_norm", ".2f"),
+    "ratio": ("fresh_ratio", ".3f"),
 }
-WANTED = (
-    *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
-    *("buffer", "retired", "tokens/s", "mfu", "idle", "grad", "ratio"),
-)
-"""The columns, those first that a narrow terminal keeps."""
-FAILED = "failed"
-"""The column that is there only once it is above 0; then it is the first one that a narrow terminal keeps."""
-CELL = 6
-"""Characters of the longest usual cell."""
+"""Those first that a narrow terminal keeps."""
+COLUMN = 10
+"""Characters of a column with its border, on average."""
 SHOWN_STEPS = 12
-
-
-def fitting(width: int, *, failed: bool = False) -> list[str]:
-    """The titles of the columns that fit beside the step into so many characters, in the order of `COLUMNS`."""
-    wanted = (FAILED, *WANTED) if failed else WANTED
-    # A cell has a blank on either side and a border.
-    ends = list(accumulate(max(len(title), CELL) + 3 for title in ("step", *wanted)))[1:]
-    kept = {title for title, end in zip(wanted, ends, strict=True) if end < width}
-    return [title for title in COLUMNS if title in kept]
 
 
 class Display:
@@ -71,7 +55,6 @@ class Display:
     def __init__(self, steps: int, done: int, console: Console | None) -> None:
         self.console = console
         self.recent: list[dict[str, float]] = []
-        self.failed = False
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -103,19 +86,17 @@ class Display:
     def step(self, record: dict[str, float]) -> None:
         """Show the metrics of a finished step."""
         self.recent = [*self.recent, record][-SHOWN_STEPS:]
-        self.failed |= record[COLUMNS[FAILED][0]] > 0
         self.progress.advance(self.task)
         if self.live:
             self.live.update(self._view())
         elif self.console:
-            titles = [title for title in COLUMNS if self.failed or title != FAILED]
-            cells = [f"{title} {_cell(record, *COLUMNS[title])}" for title in titles]
+            cells = [f"{title} {_cell(record, *column)}" for title, column in COLUMNS.items()]
             remaining = self.progress.tasks[0].time_remaining
             eta = "" if remaining is None else f"  ETA {remaining // 60:.0f}:{remaining % 60:02.0f}"
             self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
 
     def _view(self) -> Group:
-        titles = fitting(self.console.width, failed=self.failed) if self.console else []
+        titles = list(COLUMNS)[: self.console.width // COLUMN - 1] if self.console else []
         table = Table(expand=True)
         for title in ("step", *titles):
             table.add_column(title, justify="right", no_wrap=True)
