@@ -3,47 +3,11 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.rows import Message, Row
-
-
-class NamedPrompt(NamedTuple):
-    """A prompt that models of others are trained with.
-
-    Attributes:
-        text: what the user says last, as `PromptFormat.prompt_format`.
-        system: the system message; None: none.
-    """
-
-    text: str
-    system: str | None = None
-
-
-PROMPTS = {
-    # SYSTEM_PROMPTS["default"] in reasoning_gym/utils.py
-    "reasoning_gym": NamedPrompt(
-        "{question}",
-        "Given a problem, your task is to answer the question by thinking step-by-step in a clear and specific "
-        "manner.\nOnce you have thought about the reasoning process, provide the answer in the following format:\n"
-        "<answer>answer here</answer>\n"
-        "Do not explain your reasoning inside the answer tags, provide only the final answer. When an example is "
-        "provided, you should strictly follow the format of the output/answer in that example.\n",
-    ),
-    # examples/data_preprocess/gsm8k.py and math_dataset.py of verl
-    "verl_gsm8k": NamedPrompt("""{question} Let's think step by step and output the final answer after "####"."""),
-    "verl_math": NamedPrompt("{question} Let's think step by step and output the final answer within \\boxed{{}}."),
-    # recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml of open-r1
-    "open_r1": NamedPrompt(
-        "{question}",
-        "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think about the "
-        "reasoning process as an internal monologue and then provide the user with the answer. Respond in the "
-        "following format: <think>\n...\n</think>\n<answer>\n...\n</answer>",
-    ),
-}
-"""By the names that data.prompt_format may have in the place of a text. The texts are those that the projects use."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +33,14 @@ class PromptFormat:
 
     @classmethod
     def of(cls, options: object) -> Self:
-        """The format that options with attributes of these names describe. Raises DataError as `check` does."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})._named()
+        """The format that options with attributes of these names describe."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
     @classmethod
     def of_source(cls, source: str, options: Any) -> Self:
         """The format of the questions of one source, by such options and their `sources`."""
         own = settings_of(source, options.sources).prompt_format
-        given = {field.name: getattr(options, field.name) for field in fields(cls)}
-        return cls(**(given if own is None else {**given, "prompt_format": own}))._named()
-
-    def _named(self) -> Self:
-        """This, with the texts of the prompt that it names; raises DataError where another system message is set."""
-        if (named := PROMPTS.get(self.prompt_format)) is None:
-            return self
-        if named.system is None:
-            return replace(self, prompt_format=named.text)
-        if self.system_prompt is not None or self.keep_system:
-            raise DataError(
-                f"prompt_format {self.prompt_format} brings a system message: leave system_prompt and keep_system out"
-            )
-        return replace(self, prompt_format=named.text, system_prompt=named.system)
+        return cls.of(options) if own is None else replace(cls.of(options), prompt_format=own)
 
     def check(self, tokenizer: Any) -> None:
         """Whether these settings suit each other and the tokenizer.
@@ -107,8 +58,6 @@ class PromptFormat:
     def check_settings(self) -> None:
         """Whether these settings suit each other. Raises DataError as `check` does."""
         self._check_text()
-        if self.max_prompt_tokens < 1:
-            raise DataError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.system_prompt is not None and self.keep_system:
             raise DataError("system_prompt and keep_system exclude each other")
         if not self.chat and (self.system_prompt is not None or self.keep_system):
@@ -126,10 +75,7 @@ class PromptFormat:
                 "only {question} is known; literal braces are doubled: \\boxed{{}}"
             )
         if not fields:
-            raise DataError(
-                f"prompt_format {shown(text)} does not contain {{question}}, and is no name of a prompt: "
-                f"{', '.join(PROMPTS)}"
-            )
+            raise DataError(f"prompt_format {shown(text)} does not contain {{question}}")
         try:
             text.format(question="")
         except (ValueError, LookupError) as error:

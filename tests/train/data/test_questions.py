@@ -1,4 +1,3 @@
-import csv
 import json
 import sys
 import types
@@ -13,10 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from exgrpo.train.common.errors import DataError
-from exgrpo.train.data.prompts import PROMPTS, PromptFormat
+from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, load_questions
-from tests.train.configs import configured
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -70,17 +67,12 @@ def decoded(question):
     return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet"])
 def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
     rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
     path = tmp_path / f"mine.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(PAPER_ROW)
-            writer.writerows([v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in rows)
     elif suffix == "json":
         path.write_text(json.dumps(rows, indent=1))
     else:
@@ -91,7 +83,6 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
         (1, "What is 6 * 7?", "\\frac12", "olympiad"),
     ]
     assert decoded(loaded[0]) == "<user>What is 6 * 7?\n<assistant>"
-    assert loaded.dropped_long == 0
 
 
 def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
@@ -122,7 +113,7 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
         ("a.csv", b"question,answer\n", "the data set is empty"),
         (
             "a.csv",
-            b"Frage;Antwort\nq;1\n",
+            b"Frage,Antwort\nq,1\n",
             "has none of the columns prompt, question, problem; it has Frage, Antwort: --data.columns",
         ),
         ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
@@ -232,26 +223,6 @@ def test_templates(tmp_path):
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
 
 
-def test_prompts_by_name():
-    def named(name, **changes):
-        return PromptFormat.of(configured({"data": {"prompt_format": name, **changes}}).data)
-
-    for name in PROMPTS:
-        named(name).check_settings()
-    question = "What is {x}?"
-    gsm8k = f'{question} Let\'s think step by step and output the final answer after "####".'
-    assert named("verl_gsm8k", system_prompt="Be brief.").prompt_format.format(question=question) == gsm8k
-    boxed = named("verl_math", chat=False).prompt_format.format(question=question)
-    assert boxed == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
-    assert named("open_r1").prompt_format == "{question}"
-    assert named("open_r1").system_prompt.endswith("<think>\n...\n</think>\n<answer>\n...\n</answer>")
-    for changes in ({"system_prompt": "Be brief."}, {"keep_system": True}):
-        with pytest.raises(DataError, match="open_r1 brings a system message: leave system_prompt and keep_system out"):
-            named("open_r1", **changes)
-    with pytest.raises(DataError, match="no system message"):
-        named("reasoning_gym", chat=False).check_settings()
-
-
 def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
     path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
@@ -265,17 +236,12 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     ("tokenizer", "options", "message"),
     [
         (BASE_TOKENIZER, {}, "no chat template: use chat=False"),
-        (
-            TOKENIZER,
-            {"prompt_format": "Solve it."},
-            "does not contain {question}, and is no name of a prompt: reasoning_gym",
-        ),
+        (TOKENIZER, {"prompt_format": "Solve it."}, "does not contain {question}"),
         (TOKENIZER, {"prompt_format": "{question} \\boxed{}"}, r"has the field {}.*braces are doubled"),
         (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),
         (TOKENIZER, {"system_prompt": "a", "keep_system": True}, "exclude each other"),
         (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no system message"),
-        (TOKENIZER, {"limit": 0}, "must be at least 1"),
         (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
     ],
 )
@@ -307,7 +273,6 @@ def test_long_prompts_are_dropped_and_counted(lengths, longest, data, tmp_path_f
     taken = int(loaded.questions[-1].gold) + 1 if len(loaded) == limit else len(lengths)
     long = [(str(i), "x" * n, "lengths") for i, n in enumerate(lengths[:taken]) if n > longest]
     assert [(question.gold, question.text, question.source) for question in loaded.left_out] == long
-    assert loaded.dropped_long == len(long)
     assert loaded.beyond_limit == len(lengths) - taken
 
 
@@ -345,7 +310,7 @@ def test_real_data_sets(name, count, first_gold, sources):
     if not (SHARED_DATA / name).exists():
         pytest.skip(f"{SHARED_DATA / name} is not there")
     loaded = load(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
-    assert (len(loaded), loaded.dropped_long) == (count, 0)
+    assert (len(loaded), loaded.left_out) == (count, ())
     assert loaded[0].gold == first_gold
     assert {question.source for question in loaded} == sources
     assert "####" not in "".join(question.gold for question in loaded)
