@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped, launch, open_inputs, tiny_run
+from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, launch, open_inputs, tiny_run
 from exgrpo.tools.doctor.machine import device, processes
 from exgrpo.tools.estimate.parts import GIB
 from exgrpo.train.config.recipe import to_yaml
@@ -44,7 +44,6 @@ COLLECTIVES_REMEDY = (
     "NCCL_DEBUG=INFO has NCCL say more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 and NCCL_SHM_DISABLE=1 leave out one way "
     "each, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the network interface"
 )
-VLLM_REMEDY = "--rollout.engine transformers does without vLLM"
 WEIGHTS_REMEDY = "Try --rollout.engine transformers, and with vLLM --rollout.sleep_level 0"
 FACTOR = 1.5
 """By which the new weights differ from those with which the engine starts: exact in bf16, but for the last bit."""
@@ -142,34 +141,6 @@ def main(found: Path) -> int:
     return run_program(work, "stopped")
 
 
-def check_vllm(given: Given) -> str:
-    """Answer questions with the small model, and see that some answers are right."""
-    config = tiny_run(given, {"rollout.engine": "vllm"})
-    inputs, world = open_inputs(config, given.resources)
-    from exgrpo.train.rollout.answers import Answerer
-    from exgrpo.train.rollout.engine import Sampling, training_settings
-    from exgrpo.train.rollout.registry import Choice, open_engine
-    from exgrpo.train.rollout.vllm.availability import BUILDS, installed_version, obstacle
-    from exgrpo.train.run.preflight import QUESTIONS, preflight
-
-    settings = training_settings(config, inputs.pretrained)
-    reason, kind = obstacle(settings, world), world.device.type
-    if reason and (kind not in BUILDS or installed_version(kind) is None):
-        raise Skipped(reason)
-    if reason:
-        raise CheckFailedError(f"{reason}; {VLLM_REMEDY}")
-    engine = open_engine(Choice("vllm"), settings, world)
-    given.resources.callback(engine.close)
-    answerer = Answerer(engine, inputs.grader, inputs.pretrained.tokenizer.decode, world)
-    start = time.perf_counter()
-    questions = inputs.train_set.first(QUESTIONS)
-    result = preflight(config, answerer, questions, Sampling(max_tokens=config.rollout.max_tokens))
-    seconds = time.perf_counter() - start
-    if not result.right:  # the model answers four in ten rightly
-        raise CheckFailedError(f"{result}: vLLM computes another model. One ends: {result.example!r}. {VLLM_REMEDY}")
-    return f"{result.right} of {result.answers} answers are right; {answerer.tokens / seconds:.0f} tokens/s"
-
-
 def check_weights(given: Given) -> str:
     """Push changed weights into the engine that a run would take, let it sleep and wake it."""
     config = tiny_run(given)
@@ -187,11 +158,11 @@ def check_weights(given: Given) -> str:
         parameter.mul_(FACTOR)
     freed = exercise(engine, list(model.named_parameters()))
     if not isinstance(engine, VllmEngine) or not engine.sleep_level:
-        return f"{choice.name}: right"
+        return f"{choice}: right"
     found = f"at sleep level {engine.sleep_level}, vLLM gave {freed / GIB:.2f} GiB back"
     if freed < cache_gib(config.rollout, None) * GIB / 2:
         raise CheckFailedError(f"{found}, and its cache alone has more. {WEIGHTS_REMEDY}")
-    return f"{choice.name}: right; {found}"
+    return f"{choice}: right; {found}"
 
 
 def exercise(engine: "RolloutEngine", weights: "list[tuple[str, Tensor]]") -> float:
@@ -267,7 +238,6 @@ def wrong_in(step: dict[str, float]) -> str:
 CHECKS = (
     Check("grading", check_grading, GRADING_REMEDY),
     Check("collectives", check_collectives, COLLECTIVES_REMEDY),
-    Check("vllm", check_vllm, VLLM_REMEDY),
     Check("weights", check_weights, WEIGHTS_REMEDY),
     Check("step", check_step, STEP_REMEDY),
 )

@@ -4,47 +4,32 @@ import math
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from exgrpo.train.common.errors import printable
 
 COLUMNS = {
     "reward": ("reward", ".3f"),
     "Pass@1": ("pass_rate", ".3f"),
-    "replayed": ("replayed", ".0f"),
-    "length": ("response_tokens", ".0f"),
-    "s/step": ("seconds", ".1f"),
     "entropy": ("entropy", ".3f"),
-    "cut": ("truncated", ".0%"),
-    "failed": ("reward_failed_fraction", ".0%"),
+    "replayed": ("replayed", ".0f"),
     "buffer": ("buffer_trajectories", ".0f"),
     "retired": ("retired", ".0f"),
+    "ratio": ("fresh_ratio", ".3f"),
+    "grad": ("grad_norm", ".2f"),
+    "idle": ("idle_group_fraction", ".0%"),
+    "length": ("response_tokens", ".0f"),
+    "cut": ("truncated", ".0%"),
+    "failed": ("reward_failed_fraction", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "mfu": ("mfu", ".1%"),
-    "idle": ("idle_group_fraction", ".0%"),
-    "grad": ("grad_norm", ".2f"),
-    "ratio": ("fresh_ratio", ".3f"),
+    "s/step": ("seconds", ".1f"),
 }
-"""Those first that a narrow terminal keeps."""
-COLUMN = 10
-"""Characters of a column with its border, on average."""
-SHOWN_STEPS = 12
 
 
 class Display:
-    """A live table of the latest steps above a progress bar; one line per step where there is no terminal.
-
-    A narrow terminal shows the columns for which it has room: metrics.jsonl has all.
+    """A line per step, on a terminal above a progress bar.
 
     Args:
         steps: of the run.
@@ -54,7 +39,6 @@ class Display:
 
     def __init__(self, steps: int, done: int, console: Console | None) -> None:
         self.console = console
-        self.recent: list[dict[str, float]] = []
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -63,47 +47,32 @@ class Display:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
+            disable=console is None or not console.is_terminal,
         )
         self.task = self.progress.add_task("training", total=steps, completed=done)
-        self.live = Live(self._view(), console=console) if console and console.is_terminal else None
 
     def __enter__(self) -> Self:
-        if self.live:
-            self.live.start()
+        self.progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.live:
-            self.live.stop()
+        self.progress.stop()
 
     def say(self, message: str) -> None:
-        """Print a line above the display."""
+        """Print a line above the bar."""
         if self.console:
             self.console.print(printable(message), highlight=False, markup=False)
 
     def step(self, record: dict[str, float]) -> None:
         """Show the metrics of a finished step."""
-        self.recent = [*self.recent, record][-SHOWN_STEPS:]
         self.progress.advance(self.task)
-        if self.live:
-            self.live.update(self._view())
-        elif self.console:
+        if self.console:
             cells = [f"{title} {_cell(record, *column)}" for title, column in COLUMNS.items()]
             remaining = self.progress.tasks[0].time_remaining
             eta = "" if remaining is None else f"  ETA {remaining // 60:.0f}:{remaining % 60:02.0f}"
             self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
-
-    def _view(self) -> Group:
-        titles = list(COLUMNS)[: self.console.width // COLUMN - 1] if self.console else []
-        table = Table(expand=True)
-        for title in ("step", *titles):
-            table.add_column(title, justify="right", no_wrap=True)
-        for record in self.recent:
-            cells = [_cell(record, *COLUMNS[title]) for title in titles]
-            table.add_row(f"{record['step']:.0f}", *cells)
-        return Group(table, self.progress)
 
 
 def _cell(record: dict[str, float], key: str, form: str) -> str:

@@ -71,7 +71,7 @@ class Service:
         self.name, self.sent = name, sent
         self.close = module.finish  # Trackio calls its run's own method again when the program ends
         arguments: dict[str, Any] = {"name": f"{folder.name}-{own}"}  # by which Trackio finds a run
-        if name == "wandb":  # its console would take a live table, redrawn all the time, for a log
+        if name == "wandb":  # its console would take a progress bar for a log
             arguments = {"id": own, "name": folder.name, "dir": str(folder), "settings": {"console": "off"}}
         settings = config.model_dump(mode="json")
         self.run = module.init(project=config.output.project, config=settings, resume="allow", **arguments)

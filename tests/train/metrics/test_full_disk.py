@@ -15,7 +15,6 @@ from exgrpo.train.metrics.log_files import METRICS, SAMPLES
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Sample
 from exgrpo.train.metrics.trackers import TensorBoard
-from exgrpo.train.run import recorder
 from exgrpo.train.run.model_folder import write_model
 from tests.train.fakes import LoneWorld
 
@@ -47,35 +46,6 @@ def test_what_was_written_before_stays(tmp_path, monkeypatch):
     again.close()
     lines = (tmp_path / METRICS).read_text().splitlines()
     assert [json.loads(line)["reward"] for line in lines] == [0.5, 0.25]
-
-
-def test_a_log_that_cannot_be_brought_to_disk_is_named(tmp_path, monkeypatch):
-    log = RunLog(tmp_path)
-
-    def refuse(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", refuse)
-    with pytest.raises(OutputError, match=rf"^{tmp_path / METRICS} {WAY_ON}"):
-        log.position()
-    log.close()
-
-
-def test_all_ranks_hear_of_it(tmp_path):
-    (tmp_path / METRICS).symlink_to(FULL)
-    told = []
-
-    class Watched(LoneWorld):
-        def gather(self, value):
-            told.append(value)
-            return [value]
-
-    made = object.__new__(recorder.Recorder)
-    made._parts, made._next, made._log = SimpleNamespace(world=Watched()), {}, RunLog(tmp_path)
-    with pytest.raises(OutputError):
-        made.record("training", {"step": 1})
-    assert isinstance(told[-1], OutputError)
-    made._log.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
