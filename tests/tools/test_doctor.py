@@ -50,7 +50,7 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
         assert "| ok |" in rows[name]
     assert "gloo, 2 x cpu: right" in rows["collectives"]
     assert "2 x cpu, bf16" in rows["step"]
-    assert list(temporary.iterdir()) == []
+    assert not list(temporary.glob("exgrpo_*"))  # torch has left its cache of compiled code
 
 
 def test_a_part_that_fails_fails_the_run_and_the_text_tells_it(tmp_path):

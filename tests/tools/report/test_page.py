@@ -142,16 +142,6 @@ def test_values_have_six_digits_and_long_times_are_in_minutes_or_hours(tmp_path)
     assert page.figures[title]["figure"]["layout"]["xaxis"]["title"]["text"] == "training time in hours"
 
 
-def test_a_single_run_tells_what_differs_from_the_defaults(tmp_path):
-    run = make_run(tmp_path / "one", SHORT, seed=3, policy={"path": "builtin:arithmetic", "dtype": "bf16"}, mine=1)
-    page = page_of(tmp_path, run)
-    assert page.row("seed") == ["3", "0"]
-    assert page.row("policy.path") == ['"builtin:arithmetic"', ABSENT]
-    assert page.row("mine") == ["1", ABSENT]
-    assert "policy.dtype" not in [row[0] for row in page.rows]
-    assert "All options of one" in page.texts
-
-
 def test_a_page_stands_alone_and_equal_runs_give_equal_ones(tmp_path):
     runs = make_run(tmp_path / "a", whole_run()), make_run(tmp_path / "b", whole_run(), seed=1)
     page = page_of(tmp_path, *runs)

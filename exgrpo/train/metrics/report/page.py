@@ -23,7 +23,6 @@ from exgrpo.train.metrics.report.runs import (
     RunColumns,
     RunData,
     RunGroup,
-    changes,
     differences,
     group_runs,
     load_run,
@@ -88,7 +87,6 @@ def _page_about(data: Sequence[RunData]) -> str:
     groups = group_runs(data)
     runs = [run for group in groups for run in group.runs]
     title = f"ExGRPO report: {runs[0].name}" if len(runs) == 1 else f"ExGRPO report: {len(runs)} runs"
-    alone = runs[0] if len(runs) == 1 else None
     said = result(groups)
     shown = sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups])
     return template(FOLDER / "page.html").render(
@@ -103,7 +101,6 @@ def _page_about(data: Sequence[RunData]) -> str:
         sections=shown,
         differences=differences(groups),
         samples=shown_samples(runs),
-        changes={alone.name: changes(alone)} if alone and alone.config else {},
         configurations={run.name: yaml.safe_dump(run.config, sort_keys=False) for run in runs if run.config},
     )
 
