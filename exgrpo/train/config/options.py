@@ -75,7 +75,9 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
     prompt_format: str = Field(
-        PROMPT_FORMAT, description="Format string around every question; literal braces are doubled."
+        PROMPT_FORMAT,
+        description="Format string around every question; literal braces are doubled. Or the name of a prompt: "
+        "reasoning_gym, verl_gsm8k, verl_math, open_r1.",
     )
     answer_prefix: str = Field(
         "",

@@ -2,8 +2,8 @@
 
 Files
     .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet; .csv:
-    the first line names the columns, commas separate cells, and an empty cell is no value. A pattern
-    (data/part-*.parquet) reads all its files in the order of their names.
+    the first line names the columns, a comma, a semicolon or a tab separates cells, and an empty cell is no value. A
+    pattern (data/part-*.parquet) reads all its files in the order of their names.
 """
 
 import csv
@@ -30,6 +30,8 @@ answer. Its REWARD, where it has one, is the name of the reward of its questions
 HELD_OUT_SEED = 0
 """Of generated held-out questions, whatever the seed of a run: runs that differ in their seed have the same ones."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+DELIMITERS = ",;\t"
+"""What may stand between the cells of a CSV file."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?::[\w.-]+)?")
 _SHOWN_PROBLEMS = 5
@@ -226,10 +228,21 @@ def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
     return read
 
 
+def _delimiter(text: str, reading: Reading) -> str:
+    """What separates the cells: that by which the first line has most of the columns that are read, or most cells."""
+    known = {*COLUMNS, *reading.names.values()}
+
+    def fit(delimiter: str) -> tuple[int, int]:
+        names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+        return sum(name.strip() in known for name in names), len(names)
+
+    return max(DELIMITERS, key=fit)
+
+
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    records = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    records = csv.DictReader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
     try:
         records.fieldnames = [name.strip() for name in records.fieldnames or ()]
     except csv.Error as error:

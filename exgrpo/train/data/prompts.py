@@ -3,11 +3,47 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.rows import Message, Row
+
+
+class NamedPrompt(NamedTuple):
+    """A prompt that models of others are trained with.
+
+    Attributes:
+        text: what the user says last, as `PromptFormat.prompt_format`.
+        system: the system message; None: none.
+    """
+
+    text: str
+    system: str | None = None
+
+
+PROMPTS = {
+    # SYSTEM_PROMPTS["default"] in reasoning_gym/utils.py
+    "reasoning_gym": NamedPrompt(
+        "{question}",
+        "Given a problem, your task is to answer the question by thinking step-by-step in a clear and specific "
+        "manner.\nOnce you have thought about the reasoning process, provide the answer in the following format:\n"
+        "<answer>answer here</answer>\n"
+        "Do not explain your reasoning inside the answer tags, provide only the final answer. When an example is "
+        "provided, you should strictly follow the format of the output/answer in that example.\n",
+    ),
+    # examples/data_preprocess/gsm8k.py and math_dataset.py of verl
+    "verl_gsm8k": NamedPrompt("""{question} Let's think step by step and output the final answer after "####"."""),
+    "verl_math": NamedPrompt("{question} Let's think step by step and output the final answer within \\boxed{{}}."),
+    # recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml of open-r1
+    "open_r1": NamedPrompt(
+        "{question}",
+        "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think about the "
+        "reasoning process as an internal monologue and then provide the user with the answer. Respond in the "
+        "following format: <think>\n...\n</think>\n<answer>\n...\n</answer>",
+    ),
+}
+"""By the names that data.prompt_format may have in the place of a text. The texts are those that the projects use."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +68,32 @@ class PromptFormat:
     answer_prefix: str = ""
 
     @classmethod
-    def of(cls, options: object) -> Self:
-        """The format that options with attributes of these names describe."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+    def of(cls, options: object, prompt_format: str | None = None) -> Self:
+        """The format that options with attributes of these names describe. Raises DataError as `check` does.
+
+        Args:
+            options: they.
+            prompt_format: in the place of theirs; None: theirs.
+        """
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        return cls(**(given if prompt_format is None else {**given, "prompt_format": prompt_format}))._named()
 
     @classmethod
     def of_source(cls, source: str, options: Any) -> Self:
         """The format of the questions of one source, by such options and their `sources`."""
-        own = settings_of(source, options.sources).prompt_format
-        return cls.of(options) if own is None else replace(cls.of(options), prompt_format=own)
+        return cls.of(options, settings_of(source, options.sources).prompt_format)
+
+    def _named(self) -> Self:
+        """This, with the texts of the prompt that it names; raises DataError where another system message is set."""
+        if (named := PROMPTS.get(self.prompt_format)) is None:
+            return self
+        if named.system is None:
+            return replace(self, prompt_format=named.text)
+        if self.system_prompt is not None or self.keep_system:
+            raise DataError(
+                f"prompt_format {self.prompt_format} brings a system message: leave system_prompt and keep_system out"
+            )
+        return replace(self, prompt_format=named.text, system_prompt=named.system)
 
     def check(self, tokenizer: Any) -> None:
         """Whether these settings suit each other and the tokenizer.
@@ -75,7 +128,10 @@ class PromptFormat:
                 "only {question} is known; literal braces are doubled: \\boxed{{}}"
             )
         if not fields:
-            raise DataError(f"prompt_format {shown(text)} does not contain {{question}}")
+            raise DataError(
+                f"prompt_format {shown(text)} does not contain {{question}}, and is no name of a prompt: "
+                f"{', '.join(PROMPTS)}"
+            )
         try:
             text.format(question="")
         except (ValueError, LookupError) as error:

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, load_questions
+from tests.train.configs import configured
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -113,7 +115,7 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
         ("a.csv", b"question,answer\n", "the data set is empty"),
         (
             "a.csv",
-            b"Frage,Antwort\nq,1\n",
+            b"Frage;Antwort\nq;1\n",
             "has none of the columns prompt, question, problem; it has Frage, Antwort: --data.columns",
         ),
         ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
@@ -223,6 +225,26 @@ def test_templates(tmp_path):
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
 
 
+def test_prompts_by_name():
+    def named(name, **changes):
+        return PromptFormat.of(configured({"data": {"prompt_format": name, **changes}}).data)
+
+    for name in PROMPTS:
+        named(name).check_settings()
+    question = "What is {x}?"
+    gsm8k = f'{question} Let\'s think step by step and output the final answer after "####".'
+    assert named("verl_gsm8k", system_prompt="Be brief.").prompt_format.format(question=question) == gsm8k
+    boxed = named("verl_math", chat=False).prompt_format.format(question=question)
+    assert boxed == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
+    assert named("open_r1").prompt_format == "{question}"
+    assert named("open_r1").system_prompt.endswith("<think>\n...\n</think>\n<answer>\n...\n</answer>")
+    for changes in ({"system_prompt": "Be brief."}, {"keep_system": True}):
+        with pytest.raises(DataError, match="open_r1 brings a system message: leave system_prompt and keep_system out"):
+            named("open_r1", **changes)
+    with pytest.raises(DataError, match="no system message"):
+        named("reasoning_gym", chat=False).check_settings()
+
+
 def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
     path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
@@ -236,7 +258,11 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     ("tokenizer", "options", "message"),
     [
         (BASE_TOKENIZER, {}, "no chat template: use chat=False"),
-        (TOKENIZER, {"prompt_format": "Solve it."}, "does not contain {question}"),
+        (
+            TOKENIZER,
+            {"prompt_format": "Solve it."},
+            "does not contain {question}, and is no name of a prompt: reasoning_gym",
+        ),
         (TOKENIZER, {"prompt_format": "{question} \\boxed{}"}, r"has the field {}.*braces are doubled"),
         (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.config.options import RewardConfig
+from exgrpo.train.data.prompts import PROMPTS
 from exgrpo.train.data.tasks import countdown
 from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import AUTO, FORMS, math, math_form, math_no_think, math_no_think_form
@@ -178,3 +179,8 @@ def test_the_reward_of_reasoning_gym_reads_tags_first():
             assert [reward == 1.0 for reward in grades.reward] == list(responses.values()), name
         stated = Graded(f"Answer: {answer}", row.gold, REWARD)
         assert elsewhere(RewardConfig(workers=1, time_limit=60), [stated], LoneWorld()) == ("line", 1)
+
+
+def test_the_prompt_of_reasoning_gym_is_its_own():
+    gym = pytest.importorskip("reasoning_gym.utils", reason="the extra `tasks` is not installed")
+    assert PROMPTS["reasoning_gym"].system == gym.SYSTEM_PROMPTS["default"]
