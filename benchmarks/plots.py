@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.record import Row, groups_of
+from exgrpo.tools.bench import bars
 from exgrpo.tools.heads import FLOOR
 
 matplotlib.use("Agg")
@@ -32,7 +33,7 @@ def draw(rows: list[Row], path: Path) -> bool:
     figure, grid = plt.subplots(lines, 2, figsize=(13, 3.4 * lines), squeeze=False, layout="constrained")
     axes = iter(grid.flat)
     for group in heads:
-        _bars(next(axes), group, groups[group])
+        bars(next(axes), group, groups[group])
     for name in scaling:
         of_sweep = [row for row in rows if row["group"].startswith(f"scaling of {name}")]
         _lines(next(axes), of_sweep, SCALED[name], "median", "seconds")
@@ -48,18 +49,6 @@ def draw(rows: list[Row], path: Path) -> bool:
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return True
-
-
-def _bars(axes: Axes, title: str, rows: list[Row]) -> None:
-    """Floor / time."""
-    rows = sorted((row for row in rows if row["row"] != FLOOR), key=lambda row: row["floor_over_time"])
-    colours = [OURS if row["row"].startswith("exgrpo") else OTHERS for row in rows]
-    drawn = axes.barh([row["row"] for row in rows], [row["floor_over_time"] for row in rows], color=colours)
-    axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
-    axes.set_title(f"{title}: floor / time", loc="left", fontsize=9)
-    axes.set_xlim(0, max(1.1, 1.1 * max(row["floor_over_time"] for row in rows)))
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(axes: Axes, rows: list[Row], along: str, key: str, label: str) -> None:

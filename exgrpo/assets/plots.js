@@ -114,6 +114,7 @@
     drawn().filter((plot) => !button.dataset.plot || plot.id === button.dataset.plot).forEach(draw);
   });
   document.addEventListener("theme", () => drawn().forEach(draw));
+  document.addEventListener("renewed", start);
   addEventListener("beforeprint", () => document.querySelectorAll(".plot").forEach(draw));
   start();
 })();

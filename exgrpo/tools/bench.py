@@ -1,8 +1,8 @@
 """The policy loss of a head on this machine, beside plain torch and the peers that are installed: `exgrpo bench`.
 
-It takes at most two minutes on two processors that are otherwise idle, and one on a GPU, and leaves bench.json. All
-rows take turns. "Floor / time" compares with the three bare matrix products of forward and backward in the same dtype;
-higher is faster. Memory is what a call takes beside its inputs, and errors are those of the gradients
+It takes at most two minutes on two processors that are otherwise idle, and one on a GPU, and leaves bench.json and a
+picture. All rows take turns. "Floor / time" compares with the three bare matrix products of forward and backward in the
+same dtype; higher is faster. Memory is what a call takes beside its inputs, and errors are those of the gradients
 against float64, on 256 tokens; those of full logits are plain torch's.
 """
 
@@ -17,14 +17,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import exgrpo
+from exgrpo.extras import MissingExtraError, needs
 from exgrpo.kernels.dispatch import BACKENDS
 from exgrpo.kernels.timing import Call, Shape, interleave, paired_spread, peak_bytes, seconds_of
+from exgrpo.tools.estimate.parts import MODELS
 from exgrpo.tools.heads import (
     FLOOR,
     OURS,
@@ -63,6 +66,7 @@ SECONDS = {"cpu": 90.0, "cuda": 40.0}
 """Until the last round; the memory of each row takes one call more."""
 PREPARING = 0.6
 """The part of them after which no further row is prepared."""
+OWN, OTHER = "#0b6e4f", "#b8b8b8"
 
 
 @dataclass(frozen=True)
@@ -198,20 +202,72 @@ def rows_of(results: Results) -> list[dict[str, Any]]:
     ]
 
 
+def bars(axes: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw floor / time of rows by matplotlib."""
+    rows = sorted((row for row in rows if row["row"] != FLOOR), key=lambda row: row["floor_over_time"])
+    colours = [OWN if row["row"].startswith(OURS) else OTHER for row in rows]
+    drawn = axes.barh([row["row"] for row in rows], [row["floor_over_time"] for row in rows], color=colours)
+    axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
+    axes.set_title(f"{title}: floor / time", loc="left", fontsize=9)
+    axes.set_xlim(0, max(1.1, 1.1 * max(row["floor_over_time"] for row in rows)))
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def picture(case: Case, rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the rows into a file, without a display."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    bars(figure.subplots(), str(case), rows)
+    figure.savefig(path)
+
+
+def head_of(model: str) -> tuple[int, int]:
+    """Width and vocabulary of a model: a folder, its config.json, or a hub name.
+
+    Raises:
+        ValueError: the configuration has no such sizes.
+        ExgrpoError: there is no such model.
+        MissingExtraError: only transformers could look for it, and that is not installed.
+    """
+    path = Path(model)
+    file = path if path.suffix == ".json" else path / "config.json"
+    if file.is_file():
+        values = json.loads(file.read_text(encoding="utf-8"))
+    elif model in MODELS:
+        values = MODELS[model]
+    else:
+        with needs(__name__, "exgrpo[train]"):
+            from exgrpo.train.policy.source import find_model
+
+        values = find_model(model).config.to_dict()
+    values = values.get("text_config", values)
+    try:
+        return int(values["hidden_size"]), int(values["vocab_size"])
+    except KeyError as error:
+        raise ValueError(
+            f"--model: the configuration of {model} has no {error}: give --hidden and --vocabulary"
+        ) from None
+
+
 def case_of(options: argparse.Namespace, device: torch.device) -> Case:
     """What is measured.
 
     Raises:
-        ValueError: a dtype that would take hours here.
+        ValueError: sizes that contradict each other, a model without them, or a dtype that would take hours here.
     """
+    if options.model and (options.hidden or options.vocabulary):
+        raise ValueError("--model says what --hidden and --vocabulary are: leave them out")
     if options.dtype == "fp16" and device.type == "cpu":
         raise ValueError("--dtype fp16: most CPUs multiply it by plain loops; take bf16 or fp32")
     usual = HEADS[device.type]
+    width, vocabulary = head_of(options.model) if options.model else (options.hidden, options.vocabulary)
     case = Case(
         POLICY_LOSS,
         options.tokens or usual.tokens,
-        options.hidden or usual.width,
-        options.vocabulary or usual.vocabulary,
+        width or usual.width,
+        vocabulary or usual.vocabulary,
         DTYPES[options.dtype],
     )
     return case if options.tokens else affordable(case, device, FLOOR_SECONDS[device.type])
@@ -263,22 +319,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--hidden", type=_count, help="width of the hidden states (896; on a GPU 1536)")
     parser.add_argument("--vocabulary", type=_count, help="words of the head (32000; on a GPU 151936)")
+    parser.add_argument("--model", help="take both from a model: its folder or its name, as Qwen/Qwen2.5-1.5B")
     parser.add_argument(
         "--tokens", type=_count, help="rows of the head (512; on a GPU 8192; fewer where these take long)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and head (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of the file (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder of the files (%(default)s)")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status: 1 where a row of ours fails or is wrong."""
+    from exgrpo.train.common.errors import ExgrpoError
+
     options = parse(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         case = case_of(options, device)
         options.output.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingExtraError, ExgrpoError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     here = machine(device)
@@ -296,7 +355,13 @@ def main(argv: Sequence[str]) -> int:
     content["left_out"] = {name: r.reason or r.failure for name, r in results.items() if not r.seconds}
     file = options.output / "bench.json"
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(file)
+    if not results[FLOOR].seconds:
+        print(file)
+    elif find_spec("matplotlib"):
+        picture(case, content["rows"], options.output / "bench.svg")
+        print(f"{file}, bench.svg")
+    else:
+        print(f"{file}; a picture needs matplotlib: pip install matplotlib")
     ours = [result for name, result in results.items() if name.startswith(OURS)]
     return int(any(result.failure or result.facts.get("wrong") for result in ours))
 

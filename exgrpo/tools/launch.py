@@ -19,17 +19,19 @@ from exgrpo.extras import needs
 
 with needs(__name__, "exgrpo[train]"):
     import tyro
-    from pydantic import BaseModel, ConfigDict, Field
+    from pydantic import BaseModel, ConfigDict, Field, field_validator
+    from rich.console import Console
 
+    from exgrpo.tools.dry_run import lines
+    from exgrpo.tools.estimate.parts import machine
     from exgrpo.tools.first import main as first
-    from exgrpo.train.checkpoint.resume import AUTO, begun_anew
+    from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
     from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, leave, quiet
     from exgrpo.train.config.command_line import one_line
-    from exgrpo.train.config.options import Config
-    from exgrpo.train.config.recipe import parse_args, to_yaml
+    from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.main import configure
-    from exgrpo.train.run.startup_checks import Early, look
+    from exgrpo.train.run.startup_checks import look
 
 PROGRAM = "exgrpo train"
 MAIN = Path(__file__).parents[1] / "train" / "main.py"
@@ -45,7 +47,19 @@ class Launch(BaseModel):
     )
     processes: int = Field(1, ge=1, description="How many: one for each GPU.")
     restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
-    dry_run: bool = Field(False, description="Print the configuration and the plan, and start nothing.")
+    dry_run: bool = Field(
+        False, description="Print the configuration, the plan and an estimate for this machine, and start nothing."
+    )
+    machine: str | None = Field(
+        None, description="With --dry-run: estimate for such GPUs, as h100x8; None: for this machine."
+    )
+
+    @field_validator("machine")
+    @classmethod
+    def _known(cls, named: str | None) -> str | None:
+        if named is not None:
+            machine(named)
+        return named
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,8 +79,10 @@ def main(argv: Sequence[str]) -> int:
             if options != Launch(first=True):
                 raise ConfigError("first: it starts two runs of one process each: leave the other options of it out")
             return first(rest)
+        if options.machine and not options.dry_run:
+            raise ConfigError("machine: it is what a dry run estimates for: give --dry-run with it")
         if options.dry_run:
-            return _show(options.processes, rest)
+            return _show(options, rest)
         return _start(options, prepared(options, rest))
     except ExgrpoError as error:
         return print_error(error)
@@ -90,46 +106,19 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
     return rest if config.resume else [*rest, f"--resume={AUTO}"]
 
 
-def _show(processes: int, rest: list[str]) -> int:
+def _show(options: Launch, rest: list[str]) -> int:
     quiet()
+    gpu, count = machine(options.machine) if options.machine else (None, None)
+    if count not in (None, options.processes) and options.processes != 1:
+        raise ConfigError(f"processes ({options.processes}): {options.machine} has {count}, one process for each GPU")
     config, folder = configure(rest)
+    console = Console()
     with ExitStack() as resources:
         early = look(config, resources, resumed=folder is not None)
-        print("\n".join((to_yaml(config), *plan(config, early, folder, processes))))
+        processes = count or options.processes
+        for line in lines(config, early, folder, processes, gpu):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
-
-
-def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
-    """The plan of a run in sentences.
-
-    Args:
-        config: the resolved configuration.
-        early: the questions that were read.
-        resumed: the folder of the run that would go on; None: a new one.
-        processes: of the run.
-    """
-    rows = sum(map(len, early.train))
-    held_out = {name: sum(map(len, sources)) for name, sources in early.held_out.items()}
-    sets = ", ".join(f"{name} ({count})" for name, count in held_out.items()) or "none"
-    samples, every = config.rollout.samples, config.evaluation.every
-    folder = resumed or config.output.folder / (config.output.name or "DATE_TIME")
-    saves = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "never"
-    between = f", every {every} steps" if every else ""
-    anew = [begun_anew(config, folder)] if config.resume == AUTO and resumed is None else []
-    train = "processes train" if processes > 1 else "process trains"
-    return [
-        f"{processes} {train} {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
-        f"A step has {config.questions} questions with {samples} answers each, {config.questions * samples} in all; "
-        f"there are {rows} questions, before over-long ones are left out.",
-        f"Up to {config.experience.ratio:.0%} of a step's questions are replayed ones, once "
-        f"{config.experience.start_pass_rate:.0%} of the answers of a step were right."
-        if config.experience.ratio
-        else "Nothing is replayed.",
-        f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
-        f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
-        *anew,
-        "Nothing was started: this is a dry run. `exgrpo estimate` reckons memory and time for GPUs that it is told.",
-    ]
 
 
 def _start(options: Launch, arguments: Sequence[str]) -> int:

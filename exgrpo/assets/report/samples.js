@@ -211,5 +211,6 @@
     choose();
   }
 
+  document.addEventListener("renewed", start);
   start();
 })();

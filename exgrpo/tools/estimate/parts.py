@@ -1,7 +1,8 @@
 """What an estimate is made of: GPUs and models by their data sheets, hardware, assumptions, amounts and times."""
 
+import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 GIB = 1 << 30
 
@@ -72,23 +73,42 @@ MODELS = {
 """Sizes of models that recipes and pages name, as in their config.json: an estimate needs neither hub nor folder."""
 
 
+def machine(words: str) -> tuple[str, int | None]:
+    """A GPU by its name, and how many there are (None: it is not said): h100x8, A100-80.
+
+    Raises:
+        ValueError: it has no data sheet here.
+    """
+    for name in GPUS:
+        if found := re.fullmatch(rf"{name}(?:x([1-9][0-9]*))?", words, re.IGNORECASE):
+            return name, int(found[1]) if found[1] else None
+    raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")
+
+
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs, all of one kind.
+    """GPUs, all of one kind; or the CPU of one machine, of which each process has a share.
 
     Attributes:
-        gpus: how many, one rank each.
+        gpus: how many GPUs, one rank each; or how many processes.
         memory: bytes of each that tensors can take.
         flops: peak FLOP/s of each, dense, in the recipe's compute dtype.
         bandwidth: memory bandwidth of each, bytes per second.
-        name: what they are.
+        kind: what each is.
+        words: what the figures are of, and where they come from.
     """
 
     gpus: int
     memory: float
     flops: float
     bandwidth: float
-    name: str = field(default="", compare=False)
+    kind: Literal["GPU", "process"] = "GPU"
+    words: str = field(default="", compare=False)
+
+    @property
+    def device(self) -> str:
+        """The kind of device, as torch calls it."""
+        return "cuda" if self.kind == "GPU" else "cpu"
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
     of_sheet = (sheet.memory, sheet.fp32 if dtype == "fp32" else sheet.bf16, sheet.bandwidth) if sheet else own
     memory, tflops, bandwidth = (float(mine or theirs or 0) for mine, theirs in zip(own, of_sheet, strict=True))
     usable = (memory - options.reserve_gib) * GIB
-    return Hardware(options.gpus, usable, tflops * 1e12, bandwidth * 1e9, name=options.gpu)
+    origin = "Estimates from data sheets and stated utilisations; nothing here was measured."
+    words = f"{options.gpus} x {options.gpu}. {origin}"
+    return Hardware(options.gpus, usable, tflops * 1e12, bandwidth * 1e9, words=words)
 
 
 def assumptions_of(options: Options, config: Config) -> Assumptions:

@@ -56,7 +56,7 @@ class Estimate:
 def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> Estimate:
     """What the recipe takes on these GPUs."""
     return Estimate(
-        memory=gpu_memory(config, shape, hardware.gpus),
+        memory=gpu_memory(config, shape, hardware.gpus, hardware.device),
         available=hardware.memory,
         cpu=cpu_memory(config, shape, hardware.gpus, assumptions),
         disk=disk(config, shape, assumptions),
@@ -67,14 +67,11 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions:
 def lines(
     config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions, reserve_gib: float
 ) -> Iterator[str | Table]:
-    """The estimate with its assumptions, to be printed; `reserve_gib` of each GPU is what no tensor gets."""
+    """The estimate with its assumptions, to be printed; `reserve_gib` of each GPU or process is what no tensor gets."""
     found = estimate(config, shape, hardware, assumptions)
-    yield (
-        f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.gpus} x "
-        f"{hardware.name}. Estimates from data sheets and stated utilisations; nothing here was measured."
-    )
-    yield _memory_table(found)
-    verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per GPU"
+    yield f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}"
+    yield _memory_table(found, hardware.kind)
+    verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per {hardware.kind}"
     margin = (found.available - found.peak) / GIB
     if found.fits:
         yield f"It fits: {verdict}, {margin:.1f} GiB to spare."
@@ -84,7 +81,7 @@ def lines(
     yield _time_table(found, config.steps)
     yield _generation(config, shape, hardware, assumptions)
     yield _token_ratio(config, assumptions, found)
-    yield from _assumptions(assumptions, reserve_gib)
+    yield from _assumptions(assumptions, hardware.kind, reserve_gib)
 
 
 def _generation(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> str:
@@ -94,7 +91,7 @@ def _generation(config: Config, shape: ModelShape, hardware: Hardware, assumptio
     tokens = fresh * assumptions.response_tokens
     return (
         f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
-        f"{rows} at once per GPU by {ENGINES[engine_of(config)]}."
+        f"{rows} at once per {hardware.kind} by {ENGINES[engine_of(config)]}."
     )
 
 
@@ -114,8 +111,8 @@ def _token_ratio(config: Config, assumptions: Assumptions, found: Estimate) -> s
     )
 
 
-def _memory_table(found: Estimate) -> Table:
-    table = Table("GiB per GPU", *MOMENTS)
+def _memory_table(found: Estimate, kind: str) -> Table:
+    table = Table(f"GiB per {kind}", *MOMENTS)
     for column in table.columns[1:]:
         column.justify = "right"
     for item in found.memory:
@@ -160,20 +157,24 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def _assumptions(assumptions: Assumptions, reserve_gib: float) -> Iterator[str]:
+def _assumptions(assumptions: Assumptions, kind: str, reserve_gib: float) -> Iterator[str]:
     yield (
         f"Assumed: prompts of {assumptions.prompt_tokens:g} and responses of {assumptions.response_tokens:g} tokens on "
         f"average (--prompt-tokens, --response-tokens), {assumptions.success_rate:g} of them right, "
         f"{assumptions.candidates:g} stored successes of a replayed question, replay under way in every step and no "
         "question retired; response lengths distributed exponentially."
     )
+    host = f"{assumptions.host_bandwidth / 1e9:g} GB/s to CPU memory, " if kind == "GPU" else ""
     yield (
         f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
         f"bandwidth, {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step, "
-        f"{1e6 * assumptions.engine_step:g} us of vLLM's own work for one, {assumptions.host_bandwidth / 1e9:g} GB/s "
-        f"to CPU memory, {reserve_gib:g} GiB of each GPU reserved (--reserve-gib)."
+        f"{1e6 * assumptions.engine_step:g} us of vLLM's own work for one, {host}"
+        f"{reserve_gib:g} GiB of each {kind} reserved (--reserve-gib)."
     )
-    yield ("Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up.")
+    yield (
+        "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up. The options in "
+        "parentheses are those of `exgrpo estimate`."
+    )
 
 
 def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
@@ -181,19 +182,22 @@ def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
 
     Each change is tried alone, cheap ones first; then all of them together; then, with them, more GPUs.
     """
-    changes = list(_changes(config))
+    on_gpus = hardware.kind == "GPU"
+    changes = [values for values in _changes(config) if on_gpus or "distributed.offload_optimizer" not in values]
     for values in changes:
         found = _peak_with(config, values, shape, hardware)
         if found <= hardware.memory:
             return f"It fits with {as_options(values)}: {found / GIB:.1f} GiB."
     together = {key: value for values in changes for key, value in values.items()}
     gpus = hardware.gpus
-    while gpus <= MOST_GPUS:
+    while gpus <= (MOST_GPUS if on_gpus else hardware.gpus):
         found = _peak_with(config, together, shape, replace(hardware, gpus=gpus))
         if found <= hardware.memory:
             options = f" with {as_options(together)}" if together else ""
-            return f"It fits{options} on {gpus} GPUs: {found / GIB:.1f} GiB."
+            return f"It fits{options}{f' on {gpus} GPUs' if on_gpus else ''}: {found / GIB:.1f} GiB."
         gpus *= 2
+    if not on_gpus:
+        return "No option makes it fit: take a smaller model, fewer processes or a machine with more memory."
     return f"No option makes it fit, nor do {MOST_GPUS} GPUs: a rank's rollout engine needs GPUs with more memory."
 
 
@@ -226,5 +230,5 @@ def as_options(values: dict[str, Any]) -> str:
 
 
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
-    memory = gpu_memory(changed(config, values), shape, hardware.gpus)
+    memory = gpu_memory(changed(config, values), shape, hardware.gpus, hardware.device)
     return max(peak(memory, moment) for moment in MOMENTS)

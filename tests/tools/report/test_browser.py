@@ -1,11 +1,15 @@
-"""The page in a browser: tooltips, zoom, switches, dark mode, a narrow screen; no errors."""
+"""The page in a browser: tooltips, zoom, switches, dark mode, a run that goes on, a narrow screen; no errors."""
 
+import json
+import shutil
+import threading
 import time
 
 import pytest
 
+from exgrpo.tools.report import open_server
 from exgrpo.train.metrics.report.page import write_report
-from tests.tools.report.pages import make_run, whole_run
+from tests.tools.report.pages import held_out, make_run, training_record, whole_run
 
 PASS_RATE = "plot-0-0"
 """Held-out Pass@1 against steps."""
@@ -145,3 +149,36 @@ def test_the_first_screen_has_the_result_and_its_curves(browser, page, width):
     places = [f"document.querySelector('{of}').getBoundingClientRect().bottom" for of in (".result", ".first .plot")]
     result, curves = [ask(browser, place) for place in places]
     assert 0 < result < curves < 900
+
+
+def test_a_followed_run_shows_a_new_step_and_keeps_the_zoom_and_the_place(browser, tmp_path):
+    run = tmp_path / "one"
+    server = open_server([run], 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        screen(browser)
+        browser.get_log("browser")
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        assert "there is no folder" in ask(browser, "document.body.innerText")
+        run.mkdir()
+        wait(browser, "document.body.innerText.includes('one: waiting for the first step')")
+        make_run(tmp_path / "made", [held_out(0, 0.25), *(training_record(step) for step in range(1, 5))])
+        (tmp_path / "made" / "metrics.jsonl").rename(run / "metrics.jsonl")
+        count = f"document.getElementById('{IN_TRAINING}')?.data?.at(-1).x.length"
+        wait(browser, f"{count} === 4")
+        browser.execute_script("scrollTo(0, 300)")
+        drag(browser)
+        zoomed = ranges(browser)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(training_record(5)) + "\n")
+        wait(browser, f"{count} === 5")
+        assert ranges(browser) == zoomed
+        assert ask(browser, "scrollY") == 300
+        shutil.rmtree(run)
+        wait(browser, "document.body.innerText.includes('there is no folder')")
+        assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -55,7 +55,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise ReportError(f"{output}: a report is an HTML page; choose a name that ends in .html")
-    page = _page_about([load_run(folder, name) for folder, name in _named(runs).items()])
+    page = page_about([load_run(folder, name) for folder, name in named(runs).items()])
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
         raise ReportError(f"{output} cannot be written: {error.strerror}") from error
 
 
-def _named(runs: Sequence[Path]) -> dict[Path, str]:
+def named(runs: Sequence[Path]) -> dict[Path, str]:
     """The folders of runs, each once, with the shortest ends of their paths that tell them apart.
 
     Raises:
@@ -83,20 +83,29 @@ def _named(runs: Sequence[Path]) -> dict[Path, str]:
     return dict(zip(folders, names, strict=True))
 
 
-def _page_about(data: Sequence[RunData]) -> str:
+def page_about(data: Sequence[RunData], *, version: str = "", waiting: Sequence[str] = ()) -> str:
+    """The page about these runs.
+
+    Args:
+        data: what their folders tell.
+        version: of a page that follows its runs: what the program tells of the state that it shows; empty: it does not.
+        waiting: a line for each run of which there is nothing to show.
+    """
     groups = group_runs(data)
     runs = [run for group in groups for run in group.runs]
     title = f"ExGRPO report: {runs[0].name}" if len(runs) == 1 else f"ExGRPO report: {len(runs)} runs"
     said = result(groups)
     shown = sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups])
     return template(FOLDER / "page.html").render(
-        title=title,
+        title=title if runs else "ExGRPO report",
+        followed=bool(version),
+        version=version,
         result=said,
         first=_taken(shown, RESULT) if said else [],
         headings=HEADINGS,
         rows=[row for i, group in enumerate(groups) for row in summary_rows(i, group)],
         notes=_notes(groups),
-        warnings=_damage(runs),
+        warnings=[*waiting, *_damage(runs)],
         looks=[{"label": group.label, "colour": colour(i), "marker": key(i)} for i, group in enumerate(groups)],
         sections=shown,
         differences=differences(groups),
@@ -128,6 +137,8 @@ def _lines(numbers: Sequence[int]) -> str:
 
 def _notes(groups: Sequence[RunGroup]) -> list[str]:
     """What a reader has to know about the table and all plots."""
+    if not groups:
+        return []
     notes = ["Replayed per question: replayed answers, divided by the questions that were asked."]
     if any(len(group.runs) == 1 and "held_out/low" in group.runs[0].columns.held_out for group in groups):
         notes.append(
