@@ -46,10 +46,13 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     rows = {line.split("|")[1].strip(): line for line in told.splitlines() if line.startswith("|")}
     for check in all_checks():
         assert "| ok |" in rows[check.name] or "| skipped |" in rows[check.name]
-    for name in ("versions", "memory", "kernels_torch", "collectives", "grading", "weights", "step"):
+    must_run = {"versions", "disk", "memory", "kernels_torch", "collectives", "grading", "weights"}
+    for name in (*must_run, "step_one", "step_all"):
         assert "| ok |" in rows[name]
-    assert "gloo, 2 x cpu: right" in rows["collectives"]
-    assert "2 x cpu, bf16" in rows["step"]
+    assert "of the bare products' speed" in rows["kernels_torch"]
+    assert "gloo, 2 x cpu: right; " in rows["collectives"]
+    assert "answers are right" in rows["weights"]
+    assert "2 x cpu, bf16" in rows["step_all"]
     assert not list(temporary.glob("exgrpo_*"))  # torch has left its cache of compiled code
 
 

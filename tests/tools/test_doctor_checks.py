@@ -16,6 +16,7 @@ from exgrpo.tools.doctor import machine, training
 from exgrpo.tools.doctor.check import CheckFailedError, Given, Skipped, tiny_run
 from exgrpo.tools.doctor.program import all_checks
 from exgrpo.train.common.distributed import World
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config
 from tests.gloo import on_ranks
 from tests.train.configs import configured
@@ -88,9 +89,19 @@ def test_the_fullest_gpu_decides_and_the_remedy_is_the_estimates(given, monkeypa
         machine.check_memory(asked)
 
 
+def test_the_disk_is_that_of_the_folder_to_come(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "BLOCK", 4096)
+    assert "MiB/s with fsync" in machine.check_disk(given(**{"output.folder": tmp_path / "not" / "yet"}))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"output\.folder: .*file/runs cannot be written"):
+        machine.check_disk(given(**{"output.folder": tmp_path / "file" / "runs"}))
+
+
 def collect(rank):
     world = World(rank, 2, torch.device("cpu"), control=None)
-    assert training.measure(world) == "gloo, 2 x cpu: right"
+    training.ELEMENTS["cpu"] = 1 << 10
+    assert training.measure(world).startswith("gloo, 2 x cpu: right; ")
     dist.all_reduce = lambda tensor: None
     dist.broadcast = lambda tensor, source: tensor.fill_(7)
     with pytest.raises(CheckFailedError, match=f"rank {rank} of 2 got wrong numbers from all_reduce, broadcast"):
@@ -142,7 +153,8 @@ class Engine:
 def test_weights_that_do_not_arrive_or_stay_fail(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     new = [("w", nn.Parameter(torch.ones(2), requires_grad=False))]
-    assert training.exercise(Engine(), new) == 0
+    seconds, freed = training.exercise(Engine(), new)
+    assert (list(seconds), freed) == (["push", "sleep", "wake"], 0)
     for lost, when in (("push", "after a push"), ("sleep", "after sleep")):
         with pytest.raises(CheckFailedError, match=f"{when} the engine has other weights in 1 tensors, such as w"):
             training.exercise(Engine(lost), new)

@@ -1,13 +1,16 @@
 """This machine: where a run computes here, what a report says of it, and the checks of its parts.
 
-These are packages, memory and the backends of the kernels. Functions import torch where they need it.
+These are packages, disk, memory and the backends of the kernels. Functions import torch where they need it.
 """
 
 import os
 import platform
 import re
 import shutil
+import statistics
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -18,13 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped
 from exgrpo.tools.estimate.parts import GIB, Hardware
 from exgrpo.tools.estimate.program import Options, assumptions_of, read_shape
-from exgrpo.train.common.errors import ModelError
+from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import merged, validate
 
 if TYPE_CHECKING:
     import torch
 
+    from exgrpo.kernels.timing import Workload
     from exgrpo.train.policy.shape import ModelShape
 
 PACKAGES = (
@@ -34,8 +38,13 @@ PACKAGES = (
 """What a report names the versions of, where they are installed."""
 ON_CPU = 2
 """Processes that stand for several GPUs where there is none."""
+MIB = 1 << 20
+BLOCK, BLOCKS = 16 * MIB, 16
 BACKENDS = ("cpu", "cuda", "torch", "triton")
 """Those of `exgrpo.kernels.dispatch`, which imports torch."""
+SHAPES = {"cpu": (256, 512, 8192), "cuda": (4096, 2048, 65536)}
+"""By kind of device: tokens, width and vocabulary of the timed policy loss."""
+TURNS = 5
 KERNEL_REMEDY = "Take another --policy.kernel_backend; `torch` needs nothing but torch"
 
 
@@ -112,9 +121,29 @@ def check_versions(given: Given) -> str:
     return f"{text}, CUDA {torch.version.cuda}, NCCL {nccl}: {names}"
 
 
+def check_disk(given: Given) -> str:
+    """Write a file without a name: whatever happens, it does not stay."""
+    folder, wanted = place_of(given.recipe.output.folder), given.recipe.output.folder
+    with os_errors_as(ConfigError, f"output.folder: {wanted} cannot be written; choose another one"):
+        rate = writing_rate(folder)
+    return f"{rate / MIB:.0f} MiB/s with fsync, {shutil.disk_usage(folder).free / GIB:.1f} GiB free"
+
+
 def place_of(folder: Path) -> Path:
     """The folder, or that of its parents in which it would be made."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+def writing_rate(folder: Path) -> float:
+    """Bytes per second of one file of 256 MiB that is forced to disk. Its content cannot be compressed."""
+    block = os.urandom(BLOCK)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        for _ in range(BLOCKS):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return BLOCK * BLOCKS / (time.perf_counter() - start)
 
 
 class Room(NamedTuple):
@@ -193,10 +222,11 @@ def _beside(recipe: Config, shape: "ModelShape", ranks: int) -> Iterator[Room]:
 
 
 def check_backend(backend: str, given: Given) -> str:
-    """Compare the gradients of a small policy loss with float64."""
+    """Compare the gradients of a small policy loss with float64, and time a larger one in the recipe's dtype."""
     from exgrpo.kernels import dispatch
     from exgrpo.kernels.__main__ import TOLERANCES, self_check
     from exgrpo.kernels.tables import dtype_name
+    from exgrpo.kernels.timing import Shape, make_workload
 
     here = device()
     if reason := dispatch.unavailable(backend, here):
@@ -205,11 +235,27 @@ def check_backend(backend: str, given: Given) -> str:
     told = ", ".join(f"{dtype_name(dtype)} {error:.1e}" for dtype, error in errors.items())
     if not all(errors[dtype] < TOLERANCES[dtype] for dtype in TOLERANCES):
         raise CheckFailedError(f"its gradients are wrong, relative errors: {told}. {KERNEL_REMEDY}")
-    return f"right, errors {told}"
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[given.recipe.policy.dtype]
+    seconds, floor = turns(make_workload(Shape(*SHAPES[here.type]), dtype, here, backend))
+    return f"right, errors {told}; {seconds * 1e3:.1f} ms in {dtype}, {floor / seconds:.2f} of the bare products' speed"
+
+
+def turns(work: "Workload") -> tuple[float, float]:
+    """Median seconds of the policy loss with its gradients, and of its three matrix products, in turns."""
+    from exgrpo.kernels.timing import seconds_of
+    from exgrpo.tools.heads import products
+
+    calls = (work.loss, products(work.hidden.detach(), work.weight.detach()))
+    for call in calls:  # compiles, and fills caches
+        call()
+    times = [[seconds_of(call) for call in calls] for _ in range(TURNS)]
+    loss, floor = map(statistics.median, zip(*times, strict=True))
+    return loss, floor
 
 
 CHECKS = (
     Check("versions", check_versions, "Torch cannot be used: install a build of it for this machine (pytorch.org)"),
+    Check("disk", check_disk, "The file system of output.folder hangs or is broken: choose another output.folder"),
     Check("memory", check_memory, "The estimate cannot be made: try `python -m exgrpo.tools.estimate` alone"),
     *(Check(f"kernels_{backend}", partial(check_backend, backend), KERNEL_REMEDY) for backend in BACKENDS),
 )

@@ -1,7 +1,7 @@
 """Check this machine: `python -m exgrpo.tools.doctor [--recipe FILE] [--only NAME ...]`.
 
 Each check is a process of its own, one after the other, so that a part that crashes or hangs is a row and the others
-follow. The checks write into a temporary folder.
+follow. Nothing is written but into a temporary folder and, without a name, into the recipe's output.folder.
 """
 
 import getpass

@@ -7,11 +7,13 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, launch, open_inputs, tiny_run
+from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped, launch, open_inputs, tiny_run
 from exgrpo.tools.doctor.machine import device, processes
 from exgrpo.tools.estimate.parts import GIB
 from exgrpo.train.config.recipe import to_yaml
@@ -44,6 +46,9 @@ COLLECTIVES_REMEDY = (
     "NCCL_DEBUG=INFO has NCCL say more; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 and NCCL_SHM_DISABLE=1 leave out one way "
     "each, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the network interface"
 )
+TURNS = 5
+ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""By kind of device: fp32 elements that are gathered when that is timed."""
 WEIGHTS_REMEDY = "Try --rollout.engine transformers, and with vLLM --rollout.sleep_level 0"
 FACTOR = 1.5
 """By which the new weights differ from those with which the engine starts: exact in bf16, but for the last bit."""
@@ -93,7 +98,7 @@ def check_collectives(given: Given) -> str:
 
 
 def measure(world: "World") -> str:
-    """What the collectives of one process group give.
+    """What the collectives of one process group give, and how fast.
 
     Raises:
         CheckFailedError: on a rank that got something wrong.
@@ -123,7 +128,26 @@ def measure(world: "World") -> str:
     ]
     if wrong:
         raise CheckFailedError(f"rank {rank} of {size} got wrong numbers from {', '.join(wrong)}")
-    return f"{dist.get_backend()}, {size} x {device.type}: right"
+    rate = f"; {gather_rate(world) / 1e9:.2f} GB/s in all_gather" if size > 1 else ""
+    return f"{dist.get_backend()}, {size} x {device.type}: right{rate}"
+
+
+def gather_rate(world: "World") -> float:
+    """Bytes per second that each rank receives in the fastest of some gathers."""
+    import torch
+    import torch.distributed as dist
+
+    part = torch.ones(ELEMENTS[world.device.type] // world.size, device=world.device)
+    whole = part.new_empty(len(part) * world.size)
+    seconds = []
+    for _ in range(TURNS):
+        world.gather(None)
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part)
+        if world.device.type != "cpu":
+            torch.accelerator.synchronize(world.device)
+        seconds.append(time.perf_counter() - start)
+    return 4 * len(part) * (world.size - 1) / min(seconds)
 
 
 def main(found: Path) -> int:
@@ -142,48 +166,59 @@ def main(found: Path) -> int:
 
 
 def check_weights(given: Given) -> str:
-    """Push changed weights into the engine that a run would take, let it sleep and wake it."""
+    """Ask the engine that a run would take, push changed weights into it, let it sleep and wake it."""
     config = tiny_run(given)
     inputs, world = open_inputs(config, given.resources)
-    from exgrpo.train.rollout.engine import training_settings
+    from exgrpo.train.rollout.answers import Answerer
+    from exgrpo.train.rollout.engine import Sampling, training_settings
     from exgrpo.train.rollout.registry import choose_engine, open_engine
     from exgrpo.train.rollout.vllm.engine import VllmEngine, cache_gib
+    from exgrpo.train.run.preflight import QUESTIONS, preflight
 
     settings = training_settings(config, inputs.pretrained)
     choice = choose_engine(settings, world)
     engine = open_engine(choice, settings, world)
     given.resources.callback(engine.close)
+    answerer = Answerer(engine, inputs.grader, inputs.pretrained.tokenizer.decode, world)
+    sampling = Sampling(max_tokens=config.rollout.max_tokens)
+    start = time.perf_counter()
+    asked = preflight(config, answerer, inputs.train_set.first(QUESTIONS), sampling)
+    rate = answerer.tokens / (time.perf_counter() - start)
+    if not asked.right:  # the model answers four in ten rightly
+        raise CheckFailedError(f"{asked}: {choice} computes another model. {WEIGHTS_REMEDY}")
     model = settings.source.load(settings.dtype, settings.attention).to(world.device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.mul_(FACTOR)
-    freed = exercise(engine, list(model.named_parameters()))
+    seconds, freed = exercise(engine, list(model.named_parameters()))
+    times = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
+    found = f"{choice}: {asked.right} of {asked.answers} answers are right, {rate:.0f} tokens/s; {times}"
     if not isinstance(engine, VllmEngine) or not engine.sleep_level:
-        return f"{choice}: right"
-    found = f"at sleep level {engine.sleep_level}, vLLM gave {freed / GIB:.2f} GiB back"
+        return found
+    found += f"; at sleep level {engine.sleep_level}, vLLM gave {freed / GIB:.2f} GiB back"
     if freed < cache_gib(config.rollout, None) * GIB / 2:
         raise CheckFailedError(f"{found}, and its cache alone has more. {WEIGHTS_REMEDY}")
-    return f"{choice}: right; {found}"
+    return found
 
 
-def exercise(engine: "RolloutEngine", weights: "list[tuple[str, Tensor]]") -> float:
+def exercise(engine: "RolloutEngine", weights: "list[tuple[str, Tensor]]") -> tuple[dict[str, float], float]:
     """Push weights that are not the engine's, and see that it has them then and after sleep.
 
     Returns:
-        the bytes of the GPU that sleep gave back.
+        the seconds of each action by its name, and the bytes of the GPU that sleep gave back.
 
     Raises:
         CheckFailedError: it has other weights, or does not know which it has.
     """
     if not engine.differing(weights):
         raise CheckFailedError(f"the engine does not notice that its weights differ. {WEIGHTS_REMEDY}")
-    engine.push_weights(weights)
+    seconds = {"push": _seconds(lambda: engine.push_weights(weights))}
     _same(engine.differing(weights), "after a push")
     awake = _free()
-    engine.sleep()
+    seconds["sleep"] = _seconds(engine.sleep)
     freed = _free() - awake
-    engine.wake()
+    seconds["wake"] = _seconds(engine.wake)
     _same(engine.differing(weights), "after sleep")
-    return freed
+    return seconds, freed
 
 
 def _same(differing: list[str], when: str) -> None:
@@ -191,6 +226,12 @@ def _same(differing: list[str], when: str) -> None:
         raise CheckFailedError(
             f"{when} the engine has other weights in {len(differing)} tensors, such as {differing[0]}. {WEIGHTS_REMEDY}"
         )
+
+
+def _seconds(action: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def _free() -> float:
@@ -203,12 +244,15 @@ def _free() -> float:
     return float(torch.cuda.mem_get_info()[0])
 
 
-def check_step(given: Given) -> str:
-    """Run the training program for one step as a user does, on all GPUs or two processes.
+def check_step(everywhere: bool, given: Given) -> str:
+    """Run the training program for one step as a user does.
 
-    Before the step the run compares the log-probs of its engine with those of the trainer.
+    Several processes train under ZeRO-3, and one without it. Before the step the run compares the log-probs of its
+    engine with those of the trainer.
     """
-    ranks, config = processes(), tiny_run(given)
+    ranks, config = processes() if everywhere else 1, tiny_run(given)
+    if everywhere and ranks == 1:
+        raise Skipped("this machine has one GPU: step_one is the same")
     recipe = given.folder / "tiny.yaml"
     recipe.write_text(to_yaml(config), encoding="utf-8")
     launch(ranks, given.folder, [str(PROGRAM), "--recipe", str(recipe)], STEP_REMEDY)
@@ -239,7 +283,8 @@ CHECKS = (
     Check("grading", check_grading, GRADING_REMEDY),
     Check("collectives", check_collectives, COLLECTIVES_REMEDY),
     Check("weights", check_weights, WEIGHTS_REMEDY),
-    Check("step", check_step, STEP_REMEDY),
+    Check("step_one", partial(check_step, False), STEP_REMEDY),
+    Check("step_all", partial(check_step, True), STEP_REMEDY),
 )
 
 if __name__ == "__main__":
