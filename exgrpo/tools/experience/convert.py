@@ -18,7 +18,7 @@ from exgrpo.train.common.errors import ConfigError, DataError, MissingDataError,
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import local_files, parquet_values
-from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from exgrpo.train.run.traces import BATCH, NAMES_QUESTION, parse_trace
 
 SHOWN_PROBLEMS = 5
@@ -192,7 +192,7 @@ def import_answers(
         ModelError: the tokenizer cannot be loaded.
         OutputError: the folder is there and not empty, or cannot be written.
     """
-    prompts = PromptFormat(1, prompt_format=prompt_format)
+    prompts = PromptFormat(1, prompt_format=PROMPTS[prompt_format].text if prompt_format in PROMPTS else prompt_format)
     prompts.check_settings()
     with new_folder(folder) as unfinished:
         files = local_files(source)

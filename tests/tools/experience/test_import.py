@@ -14,7 +14,7 @@ from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.forms import FORMS
 from exgrpo.tools.experience.program import ImportOptions, main
 from exgrpo.train.common.errors import ConfigError, DataError
-from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from tests.tools.experience.runs import ids, pretrained, questions, rows_of, write_parquet
 from tests.tools.experience.test_start import arithmetic, stored
 
@@ -226,10 +226,10 @@ def test_a_question_is_what_stands_in_its_place_in_the_prompt(tmp_path):
     import_answers(path, tmp_path / "set", prompt_format=asked.format("{question}"))
     assert rows_of(tmp_path / "set")[0].question == questions()[0].text
     with pytest.raises(DataError, match="line 1: its question does not have the form of --prompt_format: 'system"):
-        import_answers(path, tmp_path / "other", prompt_format="{question} Be brief.")
+        import_answers(path, tmp_path / "other", prompt_format="verl_math")
 
 
-@given(st.text(), st.sampled_from(["{question}", "a{{b {question} c}}", "{question} In \\boxed{{}}."]))
+@given(st.text(), st.sampled_from(["{question}", "a{{b {question} c}}", *(one.text for one in PROMPTS.values())]))
 def test_the_question_in_a_prompt_is_the_inverse_of_its_format(question, text):
     assert PromptFormat(1, prompt_format=text).question_in(text.format(question=question)) == question
 
