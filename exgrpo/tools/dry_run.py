@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from exgrpo.tools.estimate.parts import GIB, Hardware
 from exgrpo.tools.estimate.program import Options, assumptions_of, hardware_of, read_shape
@@ -15,6 +15,7 @@ from exgrpo.train.run.startup_checks import Early
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
     from exgrpo.train.policy.shape import ModelShape
 
@@ -26,10 +27,10 @@ COPIED = 1 << 28
 """Bytes. More than the caches of a processor hold."""
 
 
-def show(
-    config: Config, early: Early, resumed: Path | None, processes: int, gpu: str | None, say: Callable[[Any], None]
-) -> None:
-    """Say it all.
+def lines(
+    config: Config, early: Early, resumed: Path | None, processes: int, gpu: str | None
+) -> "Iterator[str | Table]":
+    """It all, to be printed.
 
     Args:
         config: the resolved configuration.
@@ -37,20 +38,16 @@ def show(
         resumed: the folder of the run that would go on; None: a new one.
         processes: of the run.
         gpu: what they run on, by its name in the data sheets; None: this machine.
-        say: gets texts and tables.
 
     Raises:
         ExgrpoError: the model is not there, or cannot be estimated.
     """
-    say(to_yaml(config))
-    for sentence in plan(config, early, resumed, processes):
-        say(sentence)
+    yield "\n".join((to_yaml(config), *plan(config, early, resumed, processes), ""))
     from exgrpo.tools.doctor.machine import device
-    from exgrpo.tools.estimate.tables import show as estimate
+    from exgrpo.tools.estimate import tables
     from exgrpo.train.run.plan import make_plan
 
-    say("")
-    shape = read_shape(config.policy.path, None, config.policy.overrides)
+    shape = read_shape(config.policy.path, config.policy.overrides)
     if known := gpu or _known_gpu():
         options = Options(gpus=processes, gpu=known)
         hardware = hardware_of(options, config.policy.dtype)
@@ -65,8 +62,8 @@ def show(
     if hardware.kind == "GPU":
         planned = make_plan(config, shape, processes, hardware.memory)
         config = planned.config
-        say(str(planned))
-    estimate(config, shape, hardware, assumptions_of(options, config), options.reserve_gib, say)
+        yield str(planned)
+    yield from tables.lines(config, shape, hardware, assumptions_of(options, config), options.reserve_gib)
 
 
 def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:

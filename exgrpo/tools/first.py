@@ -5,13 +5,13 @@ generated tokens in this project's study. One that was stopped goes on, and one 
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -126,31 +126,27 @@ def cores(wanted: int) -> list[int]:
 
 
 def do(arms: Sequence[Arm], progress: Progress) -> None:
-    """Do what is left of each run, as many at a time as there are cores.
+    """Do what is left of each run, side by side.
 
     Raises:
         RunFailedError: one has failed; the others were stopped.
     """
-    waiting = [arm for arm in arms if not (arm.folder / FINISHED).exists()]
     bars = [progress.add_task(_title(arm.folder), total=arm.config.steps) for arm in arms]
-    free, going = cores(len(arms)), dict[int, tuple[Arm, subprocess.Popen[bytes]]]()
+    waiting = [arm for arm in arms if not (arm.folder / FINISHED).exists()]
+    free = cycle(cores(len(arms)))
+    going = [(arm, start(next(free), arm.arguments, arm.log)) for arm in waiting]
     try:
-        while waiting or going:
-            for core in free[: len(waiting)]:
-                arm = waiting.pop(0)
-                going[core] = arm, start(core, arm.arguments, arm.log)
+        while any(process.poll() is None for _, process in going):
             time.sleep(LOOK_EVERY)
             for arm, bar in zip(arms, bars, strict=True):
                 progress.update(bar, completed=arm.steps)
-            for core in [core for core, (_, process) in going.items() if process.poll() is not None]:
-                arm, process = going.pop(core)
-                if process.returncode:
+            for arm, process in going:
+                if process.poll():
                     raise RunFailedError(last_words(arm.log))
-            free = [core for core in cores(len(arms)) if core not in going]
     finally:
-        for _, process in going.values():
-            process.send_signal(signal.SIGTERM)
-        for _, process in going.values():
+        for _, process in going:
+            process.terminate()
+        for _, process in going:
             process.wait()
 
 

@@ -22,7 +22,7 @@ with needs(__name__, "exgrpo[train]"):
     from pydantic import BaseModel, ConfigDict, Field, field_validator
     from rich.console import Console
 
-    from exgrpo.tools.dry_run import show
+    from exgrpo.tools.dry_run import lines
     from exgrpo.tools.estimate.parts import machine
     from exgrpo.tools.first import main as first
     from exgrpo.train.checkpoint.resume import AUTO
@@ -116,7 +116,8 @@ def _show(options: Launch, rest: list[str]) -> int:
     with ExitStack() as resources:
         early = look(config, resources, resumed=folder is not None)
         processes = count or options.processes
-        show(config, early, folder, processes, gpu, lambda what: console.print(what, highlight=False, soft_wrap=True))
+        for line in lines(config, early, folder, processes, gpu):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -34,14 +34,10 @@ class Peer(Implementation):
     requirement = ""
     needs_cuda = False
 
-    def load(self) -> Callable[..., Any]:
-        """Import what is called."""
-        raise NotImplementedError
-
     @cached_property
     def function(self) -> Callable[..., Any]:
         """What is called."""
-        return self.load()
+        raise NotImplementedError
 
     def missing(self, device: torch.device) -> str:
         """See `Implementation`."""
@@ -76,7 +72,8 @@ class TorchCrossEntropy(CrossEntropy):
     # Gradients of single log-probs cost it ten times those of their sum, which is what it is made for.
     name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             raise ImportError(f"torch 2.13 or later has it, and this is {torch.__version__}")
@@ -90,7 +87,8 @@ class CutCrossEntropy(CrossEntropy):
     name, package, operations = "Cut Cross-Entropy", "cut_cross_entropy", WITHOUT_ENTROPY
     requirement = "cut-cross-entropy==25.1.1"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         if torch.cuda.is_available():
             function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
@@ -106,7 +104,8 @@ class LigerPolicyLoss(Peer):
     name, package, operations = "Liger fused linear GRPO", "liger_kernel", WITHOUT_ENTROPY
     requirement = "liger-kernel==0.8.5"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         return importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
 
@@ -138,7 +137,8 @@ class LigerScaledCrossEntropy(Peer):
     name, package, needs_cuda, takes_ignored = "Liger FLSCE", "liger_kernel", True, True
     requirement = "liger-kernel==0.8.5"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         if torch.cuda.get_device_capability() == (9, 0):  # says what is missing, which it would say in the first call
             importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
@@ -156,7 +156,8 @@ class VerlTorch(Peer):
     name, package = "verl FusedLinearForPPO", "verl"
     requirement = "verl==0.9.1"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         # The file takes Liger's function where it finds one, and fails where Liger is there without Triton.
         stub = types.ModuleType("liger_kernel.ops")
@@ -176,7 +177,8 @@ class VerlTriton(Peer):
     name, package, needs_cuda = "verl Triton", "verl", True
     requirement = "verl==0.9.1"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         device = types.ModuleType("verl.utils.device")
         device.is_cuda_available = True  # type: ignore[attr-defined]
@@ -203,7 +205,8 @@ class TrlChunked(Peer):
     vocabulary_chunk = 32768
     """The value of its trainer."""
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
 
@@ -223,7 +226,8 @@ class Quack(CrossEntropy):
     name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
     requirement = "quack-kernels==0.6.5"
 
-    def load(self) -> Callable[..., Any]:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
         """See `Peer`."""
         return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 

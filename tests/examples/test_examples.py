@@ -1,13 +1,11 @@
 """examples/ as a user starts them, each in a process of its own; the sizes of runs are smaller."""
 
 import ast
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,30 +18,14 @@ from exgrpo.train.replay import Units
 from tests.train.launch import environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOST_LINES = {"trl_replay.py": 40, "bare_loop.py": 60, "own_method.py": 30, "own_reward.py": 50}
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 LIMITS = ("--questions=8", "--rollout.samples=4", "--data.train_limit=8", "--data.test_limit=8")
 SMALL = ("--recipe", "builtin:countdown", *LIMITS, "--preflight=off")
 """All questions are asked in every step, so that stored answers are soon replayed more than once."""
 
 
-def lines_of_code(source):
-    """Those with code: no empty line, comment or docstring."""
-    text = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            text |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {n for one in tokens if one.type not in LAYOUT for n in range(one.start[0], one.end[0] + 1)} - text
-
-
-@pytest.mark.parametrize("name", MOST_LINES)
-def test_an_example_is_short_and_says_how_it_is_started(name):
-    source = (EXAMPLES / name).read_text()
-    assert len(lines_of_code(source)) <= MOST_LINES[name]
-    help_text = ast.get_docstring(ast.parse(source))
+@pytest.mark.parametrize("name", ["trl_replay.py", "bare_loop.py", "own_method.py", "own_reward.py"])
+def test_an_example_says_how_it_is_started(name):
+    help_text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
     assert "\n    python " in help_text
     assert "What to change next: " in help_text
 

@@ -111,8 +111,8 @@ def _any(draw: Draw, folder: Path) -> Trial:
 
 
 def _estimate(draw: Draw, folder: Path) -> Trial:
-    option = draw(of(("gpus", "gpu", "config_json", "policy.path", "rollout.max_tokens", "steps", "qgpus")))
-    argv = [f"--config_json={folder}", "--policy.path=m", f"--{option}={draw(WORD)}"]
+    option = draw(of(("gpus", "gpu", "policy.path", "rollout.max_tokens", "steps", "qgpus")))
+    argv = [f"--policy.path={folder}", f"--{option}={draw(WORD)}"]
 
     def told() -> tuple[int, str]:
         with contextlib.redirect_stderr(io.StringIO()) as printed:

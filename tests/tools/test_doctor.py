@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-import exgrpo
 from exgrpo.tools.doctor import program
 from exgrpo.tools.doctor.program import Options, all_checks, recipe_of
 from exgrpo.tools.doctor.running import members
@@ -32,12 +31,11 @@ def temporary():
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_whole_run_on_the_cpu(tmp_path, temporary):
-    home, output = tmp_path / "home", tmp_path / "doctor.md"
-    home.mkdir()
+    output = tmp_path / "doctor.md"
     done = subprocess.run(
         [sys.executable, "-m", PROGRAM, "--output", str(output)],
         cwd=ROOT,
-        env={**environment(), "HOME": str(home), "TMPDIR": str(temporary)},
+        env={**environment(), "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         timeout=1700,
@@ -47,52 +45,40 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     told = output.read_text()
     rows = {line.split("|")[1].strip(): line for line in told.splitlines() if line.startswith("|")}
     for check in all_checks():
-        assert f"│ {check.name} " in done.stdout
         assert "| ok |" in rows[check.name] or "| skipped |" in rows[check.name]
-    must_run = {"versions", "disk", "memory", "kernels_torch", "collectives", "grading", "agreement", "weights"}
+    must_run = {"versions", "disk", "memory", "kernels_torch", "collectives", "grading", "weights"}
     for name in (*must_run, "step_one", "step_all"):
         assert "| ok |" in rows[name]
+    assert "of the bare products' speed" in rows["kernels_torch"]
     assert "gloo, 2 x cpu: right; " in rows["collectives"]
+    assert "answers are right" in rows["weights"]
     assert "2 x cpu, bf16" in rows["step_all"]
-    assert str(tmp_path) not in told
-    assert str(temporary) not in told
-    assert list(home.iterdir()) == []
-    assert list(temporary.iterdir()) == []
+    assert not list(temporary.glob("exgrpo_*"))  # torch has left its cache of compiled code
 
 
-def test_a_part_that_fails_fails_the_run_and_the_table_and_the_text_tell_it(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("{output: {folder: /dev/null/runs}}")
-    done = launch_module(PROGRAM, "--recipe", str(recipe), "--only", "disk", "memory")
-    assert done.returncode == 1
-    assert "│ disk   │ failed  │ output.folder: /dev/null/runs cannot be written" in done.stdout
-    assert "0 ok, 1 failed, 1 skipped. To paste into a report:\n" in done.stdout
-    assert "\n| memory | skipped | the recipe names no model" in done.stdout
-    assert done.stderr == "disk: failed (1 of 2)\nmemory: skipped (2 of 2)\n"
-    done = launch_module(
-        PROGRAM,
-        "--recipe",
-        str(recipe),
-        "--only",
-        "disk",
-        "memory",
-        "--skip",
-        "disk",
-        "--output",
-        str(tmp_path / "told"),
-    )
-    assert done.returncode == 0, "--only leaves the other checks out"
-    assert f"To paste into a report: {tmp_path / 'told'}" in done.stdout.replace("\n", " ")
-    assert (tmp_path / "told").read_text().startswith("# exgrpo doctor: 0 ok, 0 failed, 1 skipped\n")
+def test_a_part_that_fails_fails_the_run_and_the_text_tells_it(tmp_path):
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "told.md"
+    large = "policy: {path: Qwen/Qwen2.5-Math-7B, overrides: {intermediate_size: 10000000}}"
+    for text, result, status in (
+        (large, "failed | CPU memory: ", 1),
+        ("steps: 3", "skipped | the recipe names no model", 0),
+    ):
+        recipe.write_text(text)
+        done = launch_module(PROGRAM, "--recipe", str(recipe), "--only", "memory")
+        assert done.returncode == status
+        assert done.stdout.startswith("# exgrpo doctor: 0 ok, ")
+        assert f"\n| memory | {result}" in done.stdout
+        assert done.stderr == f"memory: {result.partition(' ')[0]} (1 of 1)\n"
+    done = launch_module(PROGRAM, "--recipe", str(recipe), "--only", "memory", "--output", str(output))
+    assert (done.returncode, done.stdout) == (0, f"0 ok, 0 failed, 1 skipped: {output}\n")
+    assert output.read_text().startswith("# exgrpo doctor: 0 ok, 0 failed, 1 skipped\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--only", "kernel_cpu"), "error: --only: there is no check 'kernel_cpu'; did you mean 'kernels_cpu'? There"),
-        (("--skip", "x"), "error: --skip: there is no check 'x'; "),
-        (("--only", "disk", "--skip", "disk"), "error: --only and --skip leave no check"),
-        (("--onyl", "disk"), "error: unknown option --onyl; did you mean --only?"),
+        (("--onyl", "memory"), "error: unknown option --onyl; did you mean --only?"),
         (("--timeout", "0"), "error: command line: timeout: "),
         (("--recipe", "builtin:none"), "error: unknown recipe 'builtin:none'"),
         (("--output", "no/such/folder/file.md"), "error: --output: no/such/folder/file.md cannot be written"),
@@ -119,7 +105,7 @@ def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_
 
 def test_a_signal_ends_the_doctor_with_its_checks_and_shows_what_it_has_found(temporary):
     doctor = subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, "--only", "disk", "collectives"],
+        [sys.executable, "-m", PROGRAM, "--only", "versions", "collectives"],
         cwd=ROOT,
         env={**environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
@@ -128,16 +114,16 @@ def test_a_signal_ends_the_doctor_with_its_checks_and_shows_what_it_has_found(te
     )
     deadline = time.monotonic() + PATIENCE
     children = Path(f"/proc/{doctor.pid}/task/{doctor.pid}/children")
-    while not (group := children.read_text().split()) or len(members(int(group[0]))) < 2:  # `disk` has one process
+    while not (group := children.read_text().split()) or len(members(int(group[0]))) < 2:  # `versions` has one process
         assert time.monotonic() < deadline, "no check has begun"
         time.sleep(0.05)
     processes = members(int(group[0]))
     doctor.send_signal(signal.SIGTERM)
     printed, told = doctor.communicate(timeout=PATIENCE)
     assert doctor.returncode == 130
-    assert told == "disk: ok (1 of 2)\nstopped: what is left is done by --only collectives\n"
+    assert told == "versions: ok (1 of 2)\nstopped: the other checks were not done\n"
     assert "1 ok, 0 failed, 0 skipped" in printed
-    assert "| disk | ok |" in printed
+    assert "| versions | ok |" in printed
     assert all(gone(process) for process in processes)
     assert list(temporary.iterdir()) == []
 
@@ -148,20 +134,12 @@ def test_the_program_needs_no_torch():
     assert done.stdout == "False\n"
 
 
-def test_the_text_names_no_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/alice")
+def test_the_text_names_no_user(monkeypatch):
     monkeypatch.setattr(program.socket, "gethostname", lambda: "node17")
     monkeypatch.setattr(program, "_user", lambda: "alice")
-    source = Path(exgrpo.__file__).parents[1]
     shown = {
-        f"{tmp_path}/step_all/run": "<scratch>/step_all/run",
-        f'File "{source}/exgrpo/train/run/loop.py", line 3': 'File "<source>/exgrpo/train/run/loop.py", line 3',
-        f"{sys.prefix}/lib/x.py": "<python>/lib/x.py",
-        "cannot read /home/alice/recipes/secret.yaml": "cannot read ~/recipes/secret.yaml",
-        "in /data/alice/projects/model: no": "in …/model: no",
+        "cannot read /home/alice/recipe.yaml": "cannot read /home/<user>/recipe.yaml",
         "owner alice on node17:29500": "owner <user> on <host>:29500",
         "malice and node171 stay": "malice and node171 stay",
     }
-    public = ("https://pytorch.org/get/started", "3/4 of the GPUs", "/proc/driver/nvidia/version")
-    for told, expected in (*shown.items(), *zip(public, public, strict=True)):
-        assert program.anonymous(told, tmp_path) == expected
+    assert {told: program.anonymous(told) for told in shown} == shown

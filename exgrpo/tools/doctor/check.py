@@ -67,13 +67,11 @@ class Check:
         function: gives what it has measured as a sentence. It raises Skipped where the check cannot run on this
             machine, and any other exception where the part does not work. Its process unpickles it, so it is a
             function of a module, or a functools.partial of one.
-        level: 0: the machine, 1: single parts, 2: parts together. A part that fails explains those above it.
         remedy: what to do where the function raises no ExgrpoError, which has a remedy of its own.
     """
 
     name: str
     function: Callable[[Given], str]
-    level: Literal[0, 1, 2]
     remedy: str
 
 

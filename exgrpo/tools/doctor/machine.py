@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +40,6 @@ ON_CPU = 2
 """Processes that stand for several GPUs where there is none."""
 MIB = 1 << 20
 BLOCK, BLOCKS = 16 * MIB, 16
-FLUSHES = 20
 BACKENDS = ("cpu", "cuda", "torch", "triton")
 """Those of `exgrpo.kernels.dispatch`, which imports torch."""
 SHAPES = {"cpu": (256, 512, 8192), "cuda": (4096, 2048, 65536)}
@@ -107,15 +106,13 @@ def _gpus() -> list[str]:
 
 
 def check_versions(given: Given) -> str:
-    """Import torch, find its devices, and compare what is installed with what the package asks for."""
+    """Import torch, and find its devices."""
     import torch
 
     from exgrpo.train.common.distributed import ALONE, missing_gpu
 
     if device().type == "cpu" and (problem := missing_gpu(ALONE)):
         raise CheckFailedError(f"{problem}: install a build of torch for this driver (pytorch.org), or see nvidia-smi")
-    if wrong := unsuitable():
-        raise CheckFailedError(f"{'; '.join(wrong)}: pip install 'exgrpo[train]' again")
     text = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     if device().type == "cpu":
         return f"{text}, no GPU: the CPU computes"
@@ -124,37 +121,12 @@ def check_versions(given: Given) -> str:
     return f"{text}, CUDA {torch.version.cuda}, NCCL {nccl}: {names}"
 
 
-def unsuitable() -> list[str]:
-    """The requirements of the trainer that what is installed does not meet; none where they are not known."""
-    from packaging.requirements import Requirement
-
-    try:
-        needed = [Requirement(line) for line in requires("exgrpo") or ()]
-    except PackageNotFoundError:  # run from its sources
-        return []
-    found = []
-    for requirement in needed:
-        if requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
-            continue
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            found.append(f"{requirement} is not installed")
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            found.append(f"{requirement.name} {installed} is installed, and {requirement} is needed")
-    return found
-
-
 def check_disk(given: Given) -> str:
-    """Write files without a name: whatever happens, none stays."""
-    folder = place_of(given.recipe.output.folder)
-    with os_errors_as(
-        ConfigError, f"output.folder: {given.recipe.output.folder} cannot be written; choose another one"
-    ):
-        rate, flush = writing_rate(folder), flush_seconds(folder)
-        free = shutil.disk_usage(folder).free
-    return f"{rate / MIB:.0f} MiB/s with fsync, a small fsync takes {flush * 1e3:.1f} ms, {free / GIB:.1f} GiB free"
+    """Write a file without a name: whatever happens, it does not stay."""
+    folder, wanted = place_of(given.recipe.output.folder), given.recipe.output.folder
+    with os_errors_as(ConfigError, f"output.folder: {wanted} cannot be written; choose another one"):
+        rate = writing_rate(folder)
+    return f"{rate / MIB:.0f} MiB/s with fsync, {shutil.disk_usage(folder).free / GIB:.1f} GiB free"
 
 
 def place_of(folder: Path) -> Path:
@@ -172,18 +144,6 @@ def writing_rate(folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return BLOCK * BLOCKS / (time.perf_counter() - start)
-
-
-def flush_seconds(folder: Path) -> float:
-    """Median seconds to force a small change of a file to disk."""
-    seconds = []
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        for _ in range(FLUSHES):
-            start = time.perf_counter()
-            file.write(b"0" * 4096)
-            os.fsync(file.fileno())
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 class Room(NamedTuple):
@@ -207,7 +167,7 @@ def check_memory(given: Given) -> str:
 
     check_places(recipe.policy.path, ())  # before transformers is imported
     try:
-        shape = read_shape(recipe.policy.path, overrides=recipe.policy.overrides)
+        shape = read_shape(recipe.policy.path, recipe.policy.overrides)
     except ModelError as error:
         raise Skipped(f"there is no estimate: {error}") from None
     rooms = list(on_cpu(recipe, shape) if device().type == "cpu" else on_gpus(recipe, shape))
@@ -262,7 +222,7 @@ def _beside(recipe: Config, shape: "ModelShape", ranks: int) -> Iterator[Room]:
 
 
 def check_backend(backend: str, given: Given) -> str:
-    """Compare a small policy loss with float64, and time a larger one in the recipe's dtype."""
+    """Compare the gradients of a small policy loss with float64, and time a larger one in the recipe's dtype."""
     from exgrpo.kernels import dispatch
     from exgrpo.kernels.__main__ import TOLERANCES, self_check
     from exgrpo.kernels.tables import dtype_name
@@ -277,9 +237,7 @@ def check_backend(backend: str, given: Given) -> str:
         raise CheckFailedError(f"its gradients are wrong, relative errors: {told}. {KERNEL_REMEDY}")
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[given.recipe.policy.dtype]
     seconds, floor = turns(make_workload(Shape(*SHAPES[here.type]), dtype, here, backend))
-    return (
-        f"right (errors {told}); {seconds * 1e3:.1f} ms in {dtype}, {floor / seconds:.2f} of the bare products' speed"
-    )
+    return f"right, errors {told}; {seconds * 1e3:.1f} ms in {dtype}, {floor / seconds:.2f} of the bare products' speed"
 
 
 def turns(work: "Workload") -> tuple[float, float]:
@@ -296,8 +254,8 @@ def turns(work: "Workload") -> tuple[float, float]:
 
 
 CHECKS = (
-    Check("versions", check_versions, 0, "Torch cannot be used: install a build of it for this machine (pytorch.org)"),
-    Check("disk", check_disk, 0, "The file system of output.folder hangs or is broken: choose another output.folder"),
-    Check("memory", check_memory, 0, "The estimate cannot be made: try `python -m exgrpo.tools.estimate` alone"),
-    *(Check(f"kernels_{backend}", partial(check_backend, backend), 1, KERNEL_REMEDY) for backend in BACKENDS),
+    Check("versions", check_versions, "Torch cannot be used: install a build of it for this machine (pytorch.org)"),
+    Check("disk", check_disk, "The file system of output.folder hangs or is broken: choose another output.folder"),
+    Check("memory", check_memory, "The estimate cannot be made: try `python -m exgrpo.tools.estimate` alone"),
+    *(Check(f"kernels_{backend}", partial(check_backend, backend), KERNEL_REMEDY) for backend in BACKENDS),
 )

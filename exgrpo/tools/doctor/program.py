@@ -1,14 +1,12 @@
-"""Check this machine: `python -m exgrpo.tools.doctor [--recipe FILE] [--only NAME ...] [--skip NAME ...]`.
+"""Check this machine: `python -m exgrpo.tools.doctor [--recipe FILE] [--only NAME ...]`.
 
 Each check is a process of its own, one after the other, so that a part that crashes or hangs is a row and the others
 follow. Nothing is written but into a temporary folder and, without a name, into the recipe's output.folder.
 """
 
 import getpass
-import os
 import re
 import socket
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,23 +15,18 @@ from pathlib import Path
 
 from pydantic import Field
 from rich.console import Console
-from rich.table import Table
 
-import exgrpo
 from exgrpo.tools.doctor import machine, training
 from exgrpo.tools.doctor.check import Check, Finding
 from exgrpo.tools.doctor.running import run_check
 from exgrpo.train.common.errors import ConfigError, OutputError, nearest, os_errors_as
-from exgrpo.train.common.process import Stopped, run_program
+from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import DEFAULT_RUN, merged, read_recipe, recipe_path, to_yaml, unfinished
 from exgrpo.train.config.section import Section
 
 PROGRAM = "python -m exgrpo.tools.doctor"
-COLOURS = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
-_PATH = re.compile(r"(?<![\w./<>~:…-])/(?!usr/|proc/|sys/|dev/|lib)(?:[\w.+@-]+/){1,}([\w.+@-]+)")
-"""An absolute path with a folder in it, except for those of every Linux system."""
 _FENCE = "```"
 
 
@@ -44,11 +37,8 @@ class Options(Section):
         None, description="YAML recipe, or builtin:NAME, of the run to come; None: the default run, in bf16."
     )
     only: tuple[str, ...] = Field((), description="Names of the checks to do; none: all.")
-    skip: tuple[str, ...] = Field((), description="Names of checks to leave out.")
     timeout: float = Field(300.0, gt=0, le=86400, description="Seconds for each check; then it is ended and failed.")
-    output: Path | None = Field(
-        None, description="File for the text to paste into a report; None: it is printed below the table."
-    )
+    output: Path | None = Field(None, description="File for the text to paste into a report; None: it is printed.")
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -61,27 +51,23 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def all_checks() -> list[Check]:
-    """All checks, by their level and name."""
-    return sorted((*machine.CHECKS, *training.CHECKS), key=lambda check: (check.level, check.name))
+    """All checks: the machine, single parts, parts together. A part that fails explains those behind it."""
+    return [*machine.CHECKS, *training.CHECKS]
 
 
 def chosen(checks: Sequence[Check], options: Options) -> list[Check]:
     """The checks that the options leave.
 
     Raises:
-        ConfigError: a name is unknown, or no check is left.
+        ConfigError: a name is unknown.
     """
     known = [check.name for check in checks]
-    for option, names in (("only", options.only), ("skip", options.skip)):
-        for name in names:
-            if name not in known:
-                near = nearest(name, known)
-                hint = f"did you mean {near!r}? " if near else ""
-                raise ConfigError(f"--{option}: there is no check {name!r}; {hint}There are {', '.join(known)}")
-    left = [check for check in checks if check.name in (options.only or known) and check.name not in options.skip]
-    if not left:
-        raise ConfigError("--only and --skip leave no check: name fewer in --skip")
-    return left
+    for name in options.only:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise ConfigError(f"--only: there is no check {name!r}; {hint}There are {', '.join(known)}")
+    return [check for check in checks if check.name in (options.only or known)]
 
 
 def recipe_of(options: Options) -> Config:
@@ -109,33 +95,19 @@ def main(argv: Sequence[str]) -> int:
         if output is not None:
             with os_errors_as(OutputError, f"--output: {output} cannot be written; name another file"):
                 output.touch()
-        console = Console()
-        progress = Console(stderr=True, highlight=False)
         scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="exgrpo_")))
         try:
-            for finding in examine(checks, recipe, scratch, options.timeout, progress):
+            for finding in examine(checks, recipe, scratch, options.timeout, Console(stderr=True, highlight=False)):
                 findings.append(finding)
-        except KeyboardInterrupt:
-            if not findings:
-                raise
-            show(findings, scratch, output, console)
-            left = " ".join(check.name for check in checks[len(findings) :])
-            raise Stopped(f"stopped: what is left is done by --only {left}") from None
-        show(findings, scratch, output, console)
+        finally:
+            if findings and output is None:
+                print(text(findings))
+            elif output is not None:
+                output.write_text(text(findings), encoding="utf-8")
+                print(f"{verdict(findings)}: {output}")
 
-    return run_program(work, "stopped: nothing has changed") or int(any(found.result == "failed" for found in findings))
-
-
-def show(findings: Sequence[Finding], scratch: Path, output: Path | None, console: Console) -> None:
-    """The table, and the text to paste into a report: in the file ``output``, or below the table."""
-    console.print(table(findings))
-    report = text(findings, scratch)
-    if output is None:
-        console.print(f"{verdict(findings)}. To paste into a report:\n", highlight=False)
-        print(report)
-    else:
-        output.write_text(report, encoding="utf-8")
-        console.print(f"{verdict(findings)}. To paste into a report: {output}", highlight=False)
+    status = run_program(work, "stopped: the other checks were not done")
+    return status or int(any(found.result == "failed" for found in findings))
 
 
 def examine(
@@ -163,31 +135,14 @@ def examine(
             yield finding
 
 
-def table(findings: Sequence[Finding]) -> Table:
-    """A row for each check."""
-    rows = Table("check", "result", "found", "seconds", show_lines=False)
-    rows.columns[0].no_wrap = rows.columns[1].no_wrap = True
-    rows.columns[2].overflow = "fold"
-    rows.columns[3].justify = "right"
-    for found in findings:
-        result = f"[{COLOURS[found.result]}]{found.result}[/]"
-        rows.add_row(found.name, result, found.text.replace("[", r"\["), f"{found.seconds:.1f}")
-    return rows
-
-
 def verdict(findings: Sequence[Finding]) -> str:
     """How many checks came to what, in a line."""
     counts = Counter[str](found.result for found in findings)
-    return ", ".join(f"{counts[result]} {result}" for result in COLOURS)
+    return ", ".join(f"{counts[result]} {result}" for result in ("ok", "failed", "skipped"))
 
 
-def text(findings: Sequence[Finding], scratch: Path) -> str:
-    """What to paste into a report, in Markdown: versions, hardware, the checks, the last output of those that failed.
-
-    Args:
-        findings: of the checks.
-        scratch: the folder of temporary files.
-    """
+def text(findings: Sequence[Finding]) -> str:
+    """What to paste into a report, in Markdown: versions, hardware, checks, the last output of those that failed."""
     lines = [f"# exgrpo doctor: {verdict(findings)}", ""]
     lines += [", ".join(f"{name} {number}" for name, number in machine.versions().items()), ""]
     lines += [f"- {line}" for line in machine.hardware()]
@@ -198,22 +153,11 @@ def text(findings: Sequence[Finding], scratch: Path) -> str:
     for found in findings:
         if found.output:
             lines += ["", f"Last output of {found.name}:", "", _FENCE, *found.output, _FENCE]
-    return anonymous("\n".join(lines), scratch) + "\n"
+    return anonymous("\n".join(lines)) + "\n"
 
 
-def anonymous(content: str, scratch: Path) -> str:
-    """A text without what names a user: known folders by signs, other paths cut to their last part, no host or user."""
-    folders = {
-        os.getcwd(): ".",
-        str(scratch): "<scratch>",
-        str(Path(exgrpo.__file__).parents[1]): "<source>",
-        sys.prefix: "<python>",
-        str(Path.home()): "~",
-    }
-    for folder in sorted(folders, key=len, reverse=True):
-        if folder != "/" and not folder.startswith("/usr"):
-            content = re.sub(rf"{re.escape(folder)}(?![\w-])", folders[folder], content)
-    content = _PATH.sub(r"…/\1", content)
+def anonymous(content: str) -> str:
+    """A text without the names of host and user."""
     for name, sign in ((socket.gethostname(), "<host>"), (_user(), "<user>")):
         if len(name) > 2 and name not in ("localhost", "root"):
             content = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", sign, content)

@@ -1,4 +1,4 @@
-"""One check in processes of its own, under a time limit; nothing of them stays.
+"""One check in processes of its own, under a time limit; none of them stays.
 
 The module is also the program of the first of them: `python -m exgrpo.tools.doctor.running RECIPE FOLDER PARENT`. Its
 standard input is the function of the check, pickled by the doctor. Its standard output is one line of JSON, the
@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import signal
-import site
 import subprocess
 import sys
 import time
@@ -28,9 +27,6 @@ LOOK_EVERY = 0.05
 SHOWN_LINES = 25
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher says to its processes: of one above the doctor nothing is to be heard."""
-LONGEST_PLACE = 60
-"""Characters of a folder for temporary files: the address of a socket in a folder there has at most 107."""
-SHARED = "/dev/shm/"
 
 
 def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Finding:
@@ -39,7 +35,7 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
     Args:
         check: what to do.
         recipe: file with the configuration of the run that the machine is meant for.
-        folder: an empty one; caches of libraries and temporary files go into the folder above it.
+        folder: an empty one.
         timeout: seconds for the check.
     """
     found = folder / "found"
@@ -51,7 +47,7 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=log,
-            env=environment(folder.parent),
+            env={name: value for name, value in os.environ.items() if name not in LAUNCHERS},
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -76,17 +72,6 @@ def run_check(check: Check, recipe: Path, folder: Path, timeout: float) -> Findi
     return Finding(check.name, said["result"], said["text"], seconds, output if said["result"] == "failed" else ())
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """The environment of a check: what libraries write into a home or a cache goes into a folder; the hub's stays."""
-    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    kept = {"HF_HOME": os.environ.get("HF_HOME", f"{caches}/huggingface"), "PYTHONUSERBASE": site.getuserbase()}
-    own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(folder))
-    if len(str(folder)) <= LONGEST_PLACE:
-        own["TMPDIR"] = str(folder)
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    return {**inherited, **kept, **own}
-
-
 def _wait(process: int, deadline: float) -> bool:
     """Whether a process ends in time. It stays to be waited for: until then, no other gets its number."""
     while time.monotonic() < deadline:
@@ -105,20 +90,13 @@ def _ended(status: int) -> str:
 
 
 def end_group(group: int) -> None:
-    """End the processes of a group, whose leader was not waited for yet, with what they share in memory.
-
-    Those that have not ended `GRACE` seconds after SIGTERM are killed.
-    """
+    """End the processes of a group, whose leader was not waited for yet; `GRACE` seconds after SIGTERM by SIGKILL."""
     deadline, asked = time.monotonic() + GRACE, False
-    while left := members(group):
+    while members(group):
         late = time.monotonic() > deadline
-        shared = _shared(left) if late else set()
         if late or not asked:
             os.killpg(group, signal.SIGKILL if late else signal.SIGTERM)
             asked = True
-        for path in shared:
-            with suppress(OSError):
-                os.unlink(path)
         time.sleep(LOOK_EVERY)
 
 
@@ -132,16 +110,6 @@ def members(group: int) -> list[int]:
             if int(its_group) == group and state not in "ZX":
                 found.append(int(stat.parent.name))
     return found
-
-
-def _shared(processes: list[int]) -> set[str]:
-    """The files of shared memory that processes have mapped."""
-    files = set()
-    for process in processes:
-        with suppress(OSError):
-            maps = Path(f"/proc/{process}/maps").read_text(errors="replace")
-            files |= {line[line.index(SHARED) :] for line in maps.splitlines() if SHARED in line}
-    return files
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from exgrpo.tools.doctor.check import Check, CheckFailedError, Given, Skipped, launch, open_inputs, tiny_run
 from exgrpo.tools.doctor.machine import device, processes
 from exgrpo.tools.estimate.parts import GIB
-from exgrpo.train.common.errors import shown
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.recipe import to_yaml
 
@@ -40,7 +39,6 @@ CASES = (
 HANGS = "exgrpo.tools.doctor.training:hang"
 ENDLESS = "endless"
 LIMIT = 2.0
-MANY = 400
 GRADING_REMEDY = (
     "See that math-verify and sympy have the versions that this package asks for: pip install 'exgrpo[train]'"
 )
@@ -52,14 +50,13 @@ COLLECTIVES_REMEDY = (
 TURNS = 5
 ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """By kind of device: fp32 elements that are gathered when that is timed."""
-VLLM_REMEDY = "--rollout.engine transformers does without vLLM"
 WEIGHTS_REMEDY = "Try --rollout.engine transformers, and with vLLM --rollout.sleep_level 0"
 FACTOR = 1.5
 """By which the new weights differ from those with which the engine starts: exact in bf16, but for the last bit."""
-AGREEMENT_REMEDY = (
-    "Try --rollout.engine transformers, --policy.kernel_backend torch and --policy.attention eager, one by one"
+STEP_REMEDY = (
+    "Look at the rows above it first, then at the last lines of its output; try --rollout.engine transformers, "
+    "--policy.kernel_backend torch and --policy.attention eager, one by one"
 )
-STEP_REMEDY = "Look at the rows above it first: kernels, collectives, grading; then at the last lines of its output"
 PROGRAM = Path(__file__).parents[2] / "train" / "main.py"
 
 
@@ -71,7 +68,7 @@ def hang(response: str, gold: str) -> float:
 
 
 def check_grading(given: Given) -> str:
-    """Grade answers whose worth is known, one that hangs, and then many that Math-Verify has to compare."""
+    """Grade answers whose worth is known, and one that hangs."""
     from exgrpo.train.reward.pool import Grader
 
     grader = given.resources.enter_context(
@@ -90,18 +87,8 @@ def check_grading(given: Given) -> str:
         )
     if grades.timed_out != 1:
         raise CheckFailedError(f"an answer that hangs was not ended after {LIMIT:g} s. {GRADING_REMEDY}")
-    start = time.perf_counter()
-    many = grader.grade([(rf"</think>\boxed{{\frac{{{number}}}{{7}}}}", "0.5") for number in range(MANY)])
-    rate = MANY / (time.perf_counter() - start)
-    if many.failed or many.timed_out:
-        raise CheckFailedError(
-            f"{many.failed} answers failed and {many.timed_out} took over {LIMIT:g} s. {GRADING_REMEDY}"
-        )
     network = "without the network" if grader.offline else "with the network, which this system lets no process leave"
-    return (
-        f"{len(CASES)} answers to 4 rewards graded rightly, 1 that hangs was ended; {rate:.0f} answers/s in 2 "
-        f"processes {network}"
-    )
+    return f"{len(CASES)} answers to 4 rewards graded rightly, 1 that hangs was ended; {network}"
 
 
 def check_collectives(given: Given) -> str:
@@ -179,57 +166,41 @@ def main(found: Path) -> int:
     return run_program(work, "stopped")
 
 
-def check_vllm(given: Given) -> str:
-    """Answer questions with the small model, and see that some answers are right."""
-    config = tiny_run(given, {"rollout.engine": "vllm"})
+def check_weights(given: Given) -> str:
+    """Ask the engine that a run would take, push changed weights into it, let it sleep and wake it."""
+    config = tiny_run(given)
     inputs, world = open_inputs(config, given.resources)
     from exgrpo.train.rollout.answers import Answerer
     from exgrpo.train.rollout.engine import Sampling, training_settings
-    from exgrpo.train.rollout.registry import Choice, open_engine
-    from exgrpo.train.rollout.vllm.availability import BUILDS, installed_version, obstacle
-    from exgrpo.train.run.preflight import QUESTIONS
-
-    settings = training_settings(config, inputs.pretrained)
-    reason, kind = obstacle(settings, world), world.device.type
-    if reason and (kind not in BUILDS or installed_version(kind) is None):
-        raise Skipped(reason)
-    if reason:
-        raise CheckFailedError(f"{reason}; {VLLM_REMEDY}")
-    engine = open_engine(Choice("vllm"), settings, world)
-    given.resources.callback(engine.close)
-    answerer = Answerer(engine, inputs.grader, inputs.pretrained.tokenizer.decode, world)
-    start = time.perf_counter()
-    questions = inputs.train_set.first(QUESTIONS)
-    batch = answerer.answer(questions, [1] * len(questions), Sampling(config.rollout.max_tokens), config.seed)
-    seconds, right = time.perf_counter() - start, int(is_success(batch.reward, config.reward.success).sum())
-    told = f"{right} of {len(batch)} answers are right"
-    if not right:  # the model answers four in ten rightly
-        raise CheckFailedError(f"{told}: vLLM computes another model. One is {shown(batch.text[0])}. {VLLM_REMEDY}")
-    return f"{told}; {answerer.tokens / seconds:.0f} tokens/s"
-
-
-def check_weights(given: Given) -> str:
-    """Push changed weights into the engine that a run would take, let it sleep and wake it."""
-    config = tiny_run(given)
-    inputs, world = open_inputs(config, given.resources)
-    from exgrpo.train.rollout.engine import training_settings
     from exgrpo.train.rollout.registry import choose_engine, open_engine
     from exgrpo.train.rollout.vllm.engine import VllmEngine, cache_gib
+    from exgrpo.train.run.preflight import QUESTIONS
 
     settings = training_settings(config, inputs.pretrained)
     choice = choose_engine(settings, world)
     engine = open_engine(choice, settings, world)
     given.resources.callback(engine.close)
+    answerer = Answerer(engine, inputs.grader, inputs.pretrained.tokenizer.decode, world)
+    start, questions = time.perf_counter(), inputs.train_set.first(QUESTIONS)
+    batch = answerer.answer(questions, [1] * len(questions), Sampling(config.rollout.max_tokens), config.seed)
+    rate = answerer.tokens / (time.perf_counter() - start)
+    right = int(is_success(batch.reward, config.reward.success).sum())
+    told = f"{choice}: {right} of {len(batch)} answers are right"
+    if not right:  # the model answers four in ten rightly
+        raise CheckFailedError(f"{told}, so it computes another model. {WEIGHTS_REMEDY}")
     model = settings.source.load(settings.dtype, settings.attention).to(world.device).requires_grad_(False)
     for parameter in model.parameters():
         parameter.mul_(FACTOR)
     seconds, freed = exercise(engine, list(model.named_parameters()))
     times = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in seconds.items())
-    if not isinstance(engine, VllmEngine) or world.device.type == "cpu" or config.rollout.sleep_level == 0:
-        return f"{choice.name}: {times}"
+    found = f"{told}, {rate:.0f} tokens/s; {times}"
+    level = config.rollout.sleep_level
+    if not isinstance(engine, VllmEngine) or world.device.type == "cpu" or not level:
+        return found
+    found += f"; at sleep level {level}, vLLM gave {freed / GIB:.2f} GiB back"
     if freed < cache_gib(config.rollout, None) * GIB / 2:
-        raise CheckFailedError(f"asleep, vLLM gave only {freed / GIB:.2f} GiB back. {WEIGHTS_REMEDY}")
-    return f"{choice.name}: {times}, {freed / GIB:.2f} GiB back"
+        raise CheckFailedError(f"{found}, and its cache alone has more. {WEIGHTS_REMEDY}")
+    return found
 
 
 def exercise(engine: "RolloutEngine", weights: "list[tuple[str, Tensor]]") -> tuple[dict[str, float], float]:
@@ -276,40 +247,27 @@ def _free() -> float:
     return float(torch.cuda.mem_get_info()[0])
 
 
-def check_agreement(given: Given) -> str:
-    """Set the small run up as any run is: the policy's weights go to the engine, and their log-probs are compared."""
-    config = tiny_run(given)
-    inputs, world = open_inputs(config, given.resources)
-    from exgrpo.train.run.loop import Run
-    from exgrpo.train.run.weight_check import TOLERANCE
-
-    run = Run(config, inputs, world, given.resources)
-    dtype = config.policy.dtype
-    return (
-        f"{run.parts.choice.name} and trainer in {dtype}: log-probs differ by {run.weight_gap:.1e} on average, and "
-        f"{TOLERANCE[dtype]:.0e} is allowed"
-    )
-
-
 def check_step(everywhere: bool, given: Given) -> str:
-    """Run the training program for one step as a user does, with the engine of transformers.
+    """Run the training program for one step as a user does.
 
-    Several processes train under ZeRO-3, and one without it.
+    Several processes train under ZeRO-3, and one without it. Before the step the run compares the log-probs of its
+    engine with those of the trainer.
     """
-    ranks = processes() if everywhere else 1
+    ranks, config = processes() if everywhere else 1, tiny_run(given)
     if everywhere and ranks == 1:
         raise Skipped("this machine has one GPU: step_one is the same")
-    config = tiny_run(given, {"rollout.engine": "transformers"})
     recipe = given.folder / "tiny.yaml"
     recipe.write_text(to_yaml(config), encoding="utf-8")
     launch(ranks, given.folder, [str(PROGRAM), "--recipe", str(recipe)], STEP_REMEDY)
     text = (given.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    step = next(record for record in map(json.loads, text.splitlines()) if "loss" in record)
+    records = [json.loads(line) for line in text.splitlines()]
+    step = next(record for record in records if "loss" in record)
+    gap = next(record["weight_gap"] for record in records if "weight_gap" in record)
     if problem := wrong_in(step):
         raise CheckFailedError(f"{problem}. {STEP_REMEDY}")
     return (
         f"{ranks} x {device().type}, {config.policy.dtype}: a step in {step['seconds']:.1f} s, "
-        f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}"
+        f"loss {step['loss']:.3g}, gradient norm {step['grad_norm']:.3g}; log-probs differ by {gap:.1e}"
     )
 
 
@@ -325,13 +283,11 @@ def wrong_in(step: dict[str, float]) -> str:
 
 
 CHECKS = (
-    Check("grading", check_grading, 1, GRADING_REMEDY),
-    Check("collectives", check_collectives, 1, COLLECTIVES_REMEDY),
-    Check("vllm", check_vllm, 1, VLLM_REMEDY),
-    Check("weights", check_weights, 2, WEIGHTS_REMEDY),
-    Check("agreement", check_agreement, 2, AGREEMENT_REMEDY),
-    Check("step_one", partial(check_step, False), 2, STEP_REMEDY),
-    Check("step_all", partial(check_step, True), 2, STEP_REMEDY),
+    Check("grading", check_grading, GRADING_REMEDY),
+    Check("collectives", check_collectives, COLLECTIVES_REMEDY),
+    Check("weights", check_weights, WEIGHTS_REMEDY),
+    Check("step_one", partial(check_step, False), STEP_REMEDY),
+    Check("step_all", partial(check_step, True), STEP_REMEDY),
 )
 
 if __name__ == "__main__":

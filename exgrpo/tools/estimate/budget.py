@@ -5,7 +5,6 @@ for vLLM, which it is wherever vLLM is installed. Servers are taken to have as m
 """
 
 import math
-from collections.abc import Callable
 
 from exgrpo.tools.estimate.parts import Amount, Assumptions, Hardware, Phase, Work
 from exgrpo.train.config.objective import SURROGATES
@@ -20,12 +19,6 @@ from exgrpo.train.run.memory import NF4_BYTES, answers_of_rank, engine_of, froze
 
 TRAJECTORY_OVERHEAD = 700
 """Bytes of a stored trajectory beside its tokens: the object, two arrays, its place in a checkpoint."""
-STORED: dict[str, Callable[[float], float]] = {
-    "successes": lambda success_rate: success_rate,
-    "solutions": lambda success_rate: success_rate,
-    "nothing": lambda success_rate: 0.0,
-}
-"""Share of the fresh answers that a function `admit` keeps; of others, all."""
 ADAPTED_LAUNCHES = 2
 """So many times the kernels of a layer are launched where its adapters are computed beside it."""
 
@@ -54,7 +47,8 @@ def buffer_bytes(config: Config, assumptions: Assumptions) -> float:
         return 0
     age = config.experience.max_age
     steps = config.steps if age is None else min(config.steps, age + 1)
-    admitted = STORED.get(config.experience.admit, lambda success_rate: 1.0)(assumptions.success_rate)
+    right = dict.fromkeys(("successes", "solutions"), assumptions.success_rate)
+    admitted = {**right, "nothing": 0.0}.get(config.experience.admit, 1.0)
     stored = min(steps * work(config, assumptions).fresh * admitted, config.experience.capacity or math.inf)
     # Token id and log-prob, 4 bytes each.
     return stored * (8 * assumptions.response_tokens + TRAJECTORY_OVERHEAD)
@@ -104,11 +98,6 @@ def _weighed(config: Config, replayed: int) -> int:
     return replayed if present == "values" or (present and config.optimizer.steps_per_batch > 1) else 0
 
 
-def _settles(config: Config) -> bool:
-    """Whether what is trained on is decided when the memory has taken in the step."""
-    return hasattr(rules.find("compose", config.experience.compose), "settle")
-
-
 def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> tuple[Phase, ...]:
     """Seconds of one step by phase; the optimiser's own arithmetic, grading and evaluations are not counted.
 
@@ -121,7 +110,8 @@ def phases(config: Config, shape: ModelShape, hardware: Hardware, assumptions: A
     # products in all: its gradients are formed during the forward. Frozen matrices have no gradient to form.
     passes = (4 if config.policy.checkpointing else 3) - (config.lora.rank > 0)
     products = (2 if frozen_head(config) else 3) + (not _fused_loss(config))
-    told = 1 / config.optimizer.minibatches if config.update_scores and not _settles(config) else 0
+    late = hasattr(rules.find("compose", config.experience.compose), "settle")  # chosen when the memory took them in
+    told = 1 / config.optimizer.minibatches if config.update_scores and not late else 0
     compared = of_step.rows if config.objective.anchor == "start" else of_step.fresh
     scored = of_step.fresh * (1 - told) + compared * config.objective.compared
     flops = {
@@ -156,15 +146,6 @@ def _sleeps_in_cpu_memory(config: Config, gpus: int) -> bool:
     return engine_of(config) == "transformers" and not shares_policy(config, gpus)
 
 
-def rows_at_once(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> int:
-    """Answers that a rank generates at once with prompts of the length that is assumed."""
-    return slots(config, shape, gpus, assumptions.prompt_tokens)
-
-
-def _mean_context(assumptions: Assumptions) -> float:
-    return assumptions.prompt_tokens + assumptions.response_tokens / 2
-
-
 def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> float:
     """Seconds that the busiest rank generates.
 
@@ -173,7 +154,7 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
     that have ended it leaves some in. vLLM fills the place of each ended answer with the next one; the longest of all
     still takes as many steps as it has tokens. All read a prompt once for its answers.
     """
-    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
+    rows = slots(config, shape, hardware.gpus, assumptions.prompt_tokens)
     answers = answers_of_rank(config, hardware.gpus)
     tokens = answers * assumptions.response_tokens
     if engine_of(config) == "transformers":
@@ -186,7 +167,8 @@ def rollout_seconds(config: Config, shape: ModelShape, hardware: Hardware, assum
         busy, launch, own = tokens / steps, 0.0, assumptions.engine_step  # the layers of a step are one CUDA graph
     prompts = answers / config.rollout.samples
     prefill = prompts * shape.decoder_flops(assumptions.prompt_tokens) / (hardware.flops * assumptions.mfu)
-    bound = _step_seconds(shape, busy, _mean_context(assumptions), config, hardware, assumptions)
+    context = assumptions.prompt_tokens + assumptions.response_tokens / 2
+    bound = _step_seconds(shape, busy, context, config, hardware, assumptions)
     return prefill + steps * (own + max(bound, shape.layers * launch))
 
 

@@ -1,5 +1,6 @@
 """What an estimate is made of: GPUs and models by their data sheets, hardware, assumptions, amounts and times."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,13 +79,9 @@ def machine(words: str) -> tuple[str, int | None]:
     Raises:
         ValueError: it has no data sheet here.
     """
-    known = {name.lower(): name for name in GPUS}
-    asked = words.lower()
-    name, _, count = asked.rpartition("x")
-    if asked in known:
-        return known[asked], None
-    if name in known and count.isdecimal() and int(count):
-        return known[name], int(count)
+    for name in GPUS:
+        if found := re.fullmatch(rf"{name}(?:x([1-9][0-9]*))?", words, re.IGNORECASE):
+            return name, int(found[1]) if found[1] else None
     raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")
 
 
@@ -124,20 +121,21 @@ class Assumptions:
         candidates: mean number of stored successes of a replayed question.
         mfu: share of the peak FLOP/s that passes through the model reach, communication included.
         bandwidth_use: share of the memory bandwidth that decoding reaches.
-        layer_launch: seconds to launch the kernels of one layer in decoding.
-        engine_step: seconds of vLLM's own work for a step of decoding, in which the GPU waits.
-        host_bandwidth: bytes per second between GPU and CPU memory.
+        layer_launch: seconds to launch the kernels of one layer in decoding: what bounds transformers' generate.
+        engine_step: seconds of vLLM's own work for a step of decoding, in which the GPU waits (measured: an H100, 120
+            answers).
+        host_bandwidth: bytes per second between GPU and CPU memory (pageable, as the engine sleeps).
     """
 
     prompt_tokens: float
     response_tokens: float
-    success_rate: float
-    candidates: float
     mfu: float
-    bandwidth_use: float
-    layer_launch: float
-    engine_step: float
-    host_bandwidth: float
+    success_rate: float = 0.5
+    candidates: float = 4.0
+    bandwidth_use: float = 0.6
+    layer_launch: float = 700e-6
+    engine_step: float = 3.5e-3
+    host_bandwidth: float = 10e9
 
 
 @dataclass(frozen=True)

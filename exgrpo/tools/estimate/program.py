@@ -15,7 +15,7 @@ from pydantic import Field
 from rich.console import Console
 
 from exgrpo.tools.estimate.parts import GIB, GPUS, MODELS, Assumptions, Hardware
-from exgrpo.train.common.errors import ConfigError, ExgrpoError, ModelError, print_error
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, print_error
 from exgrpo.train.common.limits import RESERVED_GIB
 from exgrpo.train.common.process import quiet
 from exgrpo.train.config.command_line import check_names, one_line
@@ -43,17 +43,12 @@ class Options(Section):
         ge=0,
         description="GiB of it that no tensor gets: CUDA context, NCCL, library workspaces, fragmentation.",
     )
-    config_json: Path | None = Field(
-        None, description="The model's config.json or its folder, where the model itself is not at hand."
-    )
     prompt_tokens: float | None = Field(
         None, ge=1, description="Mean prompt length; None: a quarter of data.max_prompt_tokens."
     )
     response_tokens: float | None = Field(
         None, ge=1, description="Mean response length; None: a quarter of rollout.max_tokens."
     )
-    success_rate: float = Field(0.5, ge=0, le=1, description="Share of fresh answers that are right and stored.")
-    candidates: float = Field(4.0, ge=1, description="Mean number of stored successes of a replayed question.")
     mfu: float = Field(
         0.32,
         gt=0,
@@ -61,19 +56,6 @@ class Options(Section):
         description="Share of the peak that passes through the model reach (0.315 was measured on one H100); across "
         "slow links expect less.",
     )
-    bandwidth_use: float = Field(0.6, gt=0, le=1, description="Share of the memory bandwidth that decoding reaches.")
-    launch_us: float = Field(
-        700.0,
-        ge=0,
-        description="Microseconds to launch one layer's kernels in decoding: what bounds transformers' generate, which "
-        "runs eagerly, on fast GPUs; 0: only traffic and arithmetic bound it.",
-    )
-    engine_us: float = Field(
-        3500.0,
-        ge=0,
-        description="Microseconds of vLLM's own work for a step of decoding (measured: an H100, 120 answers).",
-    )
-    host_gbs: float = Field(10.0, gt=0, description="GB/s between GPU and CPU memory (pageable, as the engine sleeps).")
 
 
 def hardware_of(options: Options, dtype: str) -> Hardware:
@@ -91,11 +73,10 @@ def hardware_of(options: Options, dtype: str) -> Hardware:
         )
     of_sheet = (sheet.memory, sheet.fp32 if dtype == "fp32" else sheet.bf16, sheet.bandwidth) if sheet else own
     memory, tflops, bandwidth = (float(mine or theirs or 0) for mine, theirs in zip(own, of_sheet, strict=True))
-    origin = "Estimates from data sheets and stated utilisations; nothing here was measured."
     usable = (memory - options.reserve_gib) * GIB
-    return Hardware(
-        options.gpus, usable, tflops * 1e12, bandwidth * 1e9, words=f"{options.gpus} x {options.gpu}. {origin}"
-    )
+    origin = "Estimates from data sheets and stated utilisations; nothing here was measured."
+    words = f"{options.gpus} x {options.gpu}. {origin}"
+    return Hardware(options.gpus, usable, tflops * 1e12, bandwidth * 1e9, words=words)
 
 
 def assumptions_of(options: Options, config: Config) -> Assumptions:
@@ -113,47 +94,31 @@ def assumptions_of(options: Options, config: Config) -> Assumptions:
             raise ConfigError(f"{key}: {mean:g} exceeds {limit_key} ({limit}): lower the one or raise the other")
         lengths.append(max(1.0, limit / 4) if mean is None else mean)
     prompt, response = lengths
-    return Assumptions(
-        prompt_tokens=prompt,
-        response_tokens=response,
-        success_rate=options.success_rate,
-        candidates=options.candidates,
-        mfu=options.mfu,
-        bandwidth_use=options.bandwidth_use,
-        layer_launch=options.launch_us * 1e-6,
-        engine_step=options.engine_us * 1e-6,
-        host_bandwidth=options.host_gbs * 1e9,
-    )
+    return Assumptions(prompt, response, options.mfu)
 
 
-def read_shape(path: str, config_json: Path | None = None, overrides: Mapping[str, Any] | None = None) -> "ModelShape":
+def read_shape(path: str, overrides: Mapping[str, Any] | None = None) -> "ModelShape":
     """The shape of a model; no weights are read.
 
     Args:
-        path: folder or hub name of the model, or builtin:NAME. The models of the recipes need not be at hand.
-        config_json: its config.json or the folder that holds it, where the model itself is not at hand.
+        path: folder with a config.json or hub name of the model, or builtin:NAME. The models of the recipes need not be
+            at hand.
         overrides: values of its configuration that are changed.
 
     Raises:
         ModelError: there is no such model, or it is not of the family that is counted here.
-        ConfigError: there is no such config.json, or an override does not suit it.
+        ConfigError: an override does not suit it.
     """
     from transformers import AutoConfig
 
     from exgrpo.train.policy.shape import shape_of
-    from exgrpo.train.policy.source import find_model, overridden, read_config
+    from exgrpo.train.policy.source import find_model, overridden
 
-    if config_json is not None:
-        return shape_of(read_config(config_json, overrides or {}))
     shipped = MODELS.get(path)
-    if shipped and not Path(path).exists():
-        known = AutoConfig.for_model(**shipped)
-        return shape_of(overridden(known, shipped, overrides) if overrides else known)
-    try:
-        config = find_model(path, overrides).config
-    except ModelError as error:
-        raise ModelError(f"{error}; or give its config.json by --config_json") from None
-    return shape_of(config)
+    if not shipped or Path(path).exists():
+        return shape_of(find_model(path, overrides).config)
+    known = AutoConfig.for_model(**shipped)
+    return shape_of(overridden(known, shipped, overrides) if overrides else known)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -169,16 +134,15 @@ def main(argv: Sequence[str]) -> int:
         hardware = hardware_of(options, config.policy.dtype)  # a wrong name is told before a model is looked for
         assumptions = assumptions_of(options, config)
         # transformers and DeepSpeed: only for what can be right
-        from exgrpo.tools.estimate.tables import show
+        from exgrpo.tools.estimate.tables import lines
         from exgrpo.train.run.plan import make_plan
 
-        shape = read_shape(config.policy.path, options.config_json, config.policy.overrides)
+        shape = read_shape(config.policy.path, config.policy.overrides)
         plan = make_plan(config, shape, hardware.gpus, hardware.memory)
     except ExgrpoError as error:
         return print_error(error)
     console = Console()
     console.print(str(plan), highlight=False)
-    show(
-        plan.config, shape, hardware, assumptions, options.reserve_gib, lambda one: console.print(one, highlight=False)
-    )
+    for line in lines(plan.config, shape, hardware, assumptions, options.reserve_gib):
+        console.print(line, highlight=False)
     return 0

@@ -1,24 +1,22 @@
 """An estimate as tables and sentences, and what to change in a recipe: so that it fits, is faster, and takes less."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
-from exgrpo.tools.estimate.budget import cpu_memory, disk, phases, rows_at_once, work
+from exgrpo.tools.estimate.budget import cpu_memory, disk, phases, work
 from exgrpo.tools.estimate.parts import GIB, Amount, Assumptions, Hardware, Phase
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import changed
 from exgrpo.train.policy.shape import ModelShape
 from exgrpo.train.rollout.vllm.engine import cache_gib
-from exgrpo.train.run.memory import MOMENTS, MemoryItem, engine_of, gpu_memory, peak
+from exgrpo.train.run.memory import MOMENTS, MemoryItem, engine_of, gpu_memory, peak, slots
 
 MOST_GPUS = 1024
 SMALLEST_CACHE_GIB = 0.25
 """Advice goes no further than these."""
-LARGE_DISK_GIB, LARGE_CPU_GIB = 100, 32
-"""What is above these is pointed out: a home folder has a quota, and a container a limit, of about that size."""
 SAVES_TIME_FROM = {"colouring": 1.5, "countdown": 2.1, "arithmetic": 7.7}
 """Seconds of a generated token over those of a token trained on, from which the efficient recipe reached the end of
 GRPO in less time: `studies/results/token_efficiency.md`."""
@@ -66,38 +64,30 @@ def estimate(config: Config, shape: ModelShape, hardware: Hardware, assumptions:
     )
 
 
-def show(
-    config: Config,
-    shape: ModelShape,
-    hardware: Hardware,
-    assumptions: Assumptions,
-    reserve_gib: float,
-    say: Callable[[Any], None],
-) -> None:
-    """Print the estimate with its assumptions; `reserve_gib` of each GPU is what no tensor gets."""
+def lines(
+    config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions, reserve_gib: float
+) -> Iterator[str | Table]:
+    """The estimate with its assumptions, to be printed; `reserve_gib` of each GPU or process is what no tensor gets."""
     found = estimate(config, shape, hardware, assumptions)
-    say(f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}")
-    say(_memory_table(found, hardware.kind))
+    yield f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {hardware.words}"
+    yield _memory_table(found, hardware.kind)
     verdict = f"peak {found.peak / GIB:.1f} GiB of {found.available / GIB:.1f} GiB usable per {hardware.kind}"
     margin = (found.available - found.peak) / GIB
     if found.fits:
-        say(f"It fits: {verdict}, {margin:.1f} GiB to spare.")
+        yield f"It fits: {verdict}, {margin:.1f} GiB to spare."
     else:
-        say(f"It does not fit: {verdict}, {-margin:.1f} GiB short. {advise(config, shape, hardware)}")
-    say(_amounts_table(found))
-    for line in beside_gpus(config, shape, hardware.gpus, assumptions):
-        say(line)
-    say(_time_table(found, config.steps))
-    say(_generation(config, shape, hardware, assumptions))
-    say(_token_ratio(config, assumptions, found))
-    for line in _assumptions(assumptions, hardware.kind, reserve_gib):
-        say(line)
+        yield f"It does not fit: {verdict}, {-margin:.1f} GiB short. {advise(config, shape, hardware)}"
+    yield _amounts_table(found)
+    yield _time_table(found, config.steps)
+    yield _generation(config, shape, hardware, assumptions)
+    yield _token_ratio(config, assumptions, found)
+    yield from _assumptions(assumptions, hardware.kind, reserve_gib)
 
 
 def _generation(config: Config, shape: ModelShape, hardware: Hardware, assumptions: Assumptions) -> str:
     """How much is generated."""
     fresh = work(config, assumptions).fresh
-    rows = rows_at_once(config, shape, hardware.gpus, assumptions)
+    rows = slots(config, shape, hardware.gpus, assumptions.prompt_tokens)
     tokens = fresh * assumptions.response_tokens
     return (
         f"A step generates {tokens:,.0f} tokens, the whole run {tokens * config.steps:,.0f}: {fresh} answers, "
@@ -174,12 +164,12 @@ def _assumptions(assumptions: Assumptions, kind: str, reserve_gib: float) -> Ite
         f"{assumptions.candidates:g} stored successes of a replayed question, replay under way in every step and no "
         "question retired; response lengths distributed exponentially."
     )
-    host = f"{assumptions.host_bandwidth / 1e9:g} GB/s to CPU memory (--host-gbs), " if kind == "GPU" else ""
+    host = f"{assumptions.host_bandwidth / 1e9:g} GB/s to CPU memory, " if kind == "GPU" else ""
     yield (
         f"Utilisation: {assumptions.mfu:g} of the peak FLOP/s (--mfu), {assumptions.bandwidth_use:g} of the memory "
-        f"bandwidth (--bandwidth-use), {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step "
-        f"(--launch-us), {1e6 * assumptions.engine_step:g} us of vLLM's own work for one (--engine-us), "
-        f"{host}{reserve_gib:g} GiB of each {kind} reserved."
+        f"bandwidth, {1e6 * assumptions.layer_launch:g} us per layer to launch a decoding step, "
+        f"{1e6 * assumptions.engine_step:g} us of vLLM's own work for one, {host}"
+        f"{reserve_gib:g} GiB of each {kind} reserved (--reserve-gib)."
     )
     yield (
         "Not in the times: grading, evaluations, checkpoints, the optimiser's own arithmetic, start-up. The options in "
@@ -242,42 +232,3 @@ def as_options(values: dict[str, Any]) -> str:
 def _peak_with(config: Config, values: dict[str, Any], shape: ModelShape, hardware: Hardware) -> float:
     memory = gpu_memory(changed(config, values), shape, hardware.gpus, hardware.device)
     return max(peak(memory, moment) for moment in MOMENTS)
-
-
-def beside_gpus(config: Config, shape: ModelShape, gpus: int, assumptions: Assumptions) -> Iterator[str]:
-    """A sentence each, if a run takes much of it, about disk space and CPU memory: how much, and what lowers it."""
-
-    def on_disk(of: Config) -> float:
-        return _gib(disk(of, shape, assumptions))
-
-    def in_memory(of: Config) -> float:
-        return _gib(cpu_memory(of, shape, gpus, assumptions))
-
-    for what, size, large, changes in (
-        ("on disk", on_disk, LARGE_DISK_GIB, _less_disk(config)),
-        ("of CPU memory for all ranks together", in_memory, LARGE_CPU_GIB, _less_memory(config)),
-    ):
-        needed = size(config)
-        if needed > large:
-            less = [f"{size(changed(config, values)):.1f} GiB with {as_options(values)}" for values in changes]
-            remedy = f" It takes {', '.join(less)}." if less else ""
-            yield f"The run takes {needed:.1f} GiB {what}: see that so much is free.{remedy}"
-
-
-def _gib(amounts: Sequence[Amount]) -> float:
-    return sum(amount.bytes for amount in amounts) / GIB
-
-
-def _less_disk(config: Config) -> Iterator[dict[str, Any]]:
-    if config.checkpoint.every is not None:
-        if config.checkpoint.keep > 1:
-            yield {"checkpoint.keep": 1}
-        yield {"checkpoint.every": None}
-
-
-def _less_memory(config: Config) -> Iterator[dict[str, Any]]:
-    if engine_of(config) == "vllm" and config.rollout.sleep_level == 1:
-        yield {"rollout.sleep_level": 2}
-    replayed_for = min(config.steps, config.experience.max_age or config.steps)
-    if config.experience.ratio and replayed_for > 1:
-        yield {"experience.max_age": replayed_for // 2}

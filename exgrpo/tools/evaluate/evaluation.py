@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,31 +106,6 @@ class AnswerFile:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Rows whose answers are written together.
-
-    Attributes:
-        number: its place among all chunks.
-        questions: the rows.
-        counts: how often each of them is answered.
-    """
-
-    number: int
-    questions: list[Question]
-    counts: list[int]
-
-
-def chunks_of(questions: Sequence[Question], options: Options, counts: Sequence[int]) -> list[Chunk]:
-    """All rows in chunks of `options.chunk`."""
-    size = options.chunk
-    starts = range(0, len(questions), size)
-    return [
-        Chunk(number, list(questions[start : start + size]), list(counts[start : start + size]))
-        for number, start in enumerate(starts)
-    ]
-
-
 def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
     """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
 
@@ -210,7 +184,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     pretrained = load_pretrained(options.model, options.policy.overrides)
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
     counts = answers_per_row([*questions, *left_out], options)
-    chunks = chunks_of(questions, options, counts)
+    counts, of_left_out = counts[: len(questions)], counts[len(questions) :]
+    chunks = [slice(start, start + options.chunk) for start in range(0, len(questions), options.chunk)]
     options = fitted(options, pretrained, questions)
     settings = engine_settings(options, pretrained, questions)
     choice = choose_engine(settings, world)
@@ -228,7 +203,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
             options.output.folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(claim(options.output.folder))
     with os_errors_as(OutputError, unwritable):
-        expected = [sum(chunk.counts) for chunk in chunks]
+        expected = [sum(counts[chunk]) for chunk in chunks]
         file = AnswerFile(options.output.folder, options, expected) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward
@@ -252,9 +227,11 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         top_p=options.rollout.top_p,
         stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
     )
-    for chunk in track([chunk for chunk in chunks if chunk.number not in done], "evaluating", console=console):
-        seed = derive_seed(options.seed, "evaluation", chunk.number)
-        batch = answerer.answer(chunk.questions, chunk.counts, sampling, seed)
+    left = [number for number in range(len(chunks)) if number not in done]
+    for number in track(left, "evaluating", console=console):
+        asked = questions[chunks[number]]
+        seed = derive_seed(options.seed, "evaluation", number)
+        batch = answerer.answer(asked, counts[chunks[number]], sampling, seed)
         for note in answerer.news():
             console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
         if batch.counts.failed_fraction > options.reward.max_failed:
@@ -264,9 +241,9 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
             )
         if file:
             with os_errors_as(OutputError, unwritable):
-                file.append(chunk.number, chunk.questions, batch)
+                file.append(number, asked, batch)
     wrong = []
-    for question, count in zip(left_out, counts[len(questions) :], strict=True):
+    for question, count in zip(left_out, of_left_out, strict=True):
         wrong += unasked(question.source, question_key(question.text, question.gold), count)
     with os_errors_as(OutputError, f"output: {options.output.folder} cannot be read"):
         return _scores(file, wrong, options, world, console)

@@ -1,5 +1,6 @@
 """Expressions of numbers with + - * / and brackets: read safely, computed exactly, written, brought to one form."""
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ LONGEST = 200
 
 _SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
-_TOKEN = re.compile(r"\s*([0-9]{1,6}(?![0-9])|[-+*/()])\s*")
+_NUMBERS_AND_SIGNS = re.compile(r"[-+*/()\s]*(?:[0-9]{1,6}(?![0-9])[-+*/()\s]*)*")
+_LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")
+_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": lambda a, b: a + b,
@@ -51,32 +54,26 @@ def parse(text: str) -> Node | None:
 
     Numbers are 1 to 6 digits 0 to 9 without a sign. \times, \cdot, \div, ×, ·, ÷ and − are read as operations too.
     """
-    tokens = _tokens(_SIGN.sub(lambda match: _SIGNS[match[0]], text)) if len(text) <= LONGEST else None
-    nodes: list[Node] = []
-    waiting: list[str] = []
-    after_operand = False
-    for token in tokens or ():
-        # A number and an opening bracket begin an operand; an operator and a closing bracket follow one.
-        if after_operand != (token in "+-*/)"):
-            return None
-        if token == "(":
-            waiting.append(token)
-        elif token.isdigit():
-            nodes.append(Node(Fraction(token)))
-            after_operand = True
-        else:
-            least = 0 if token == ")" else _PRECEDENCE[token]
-            if not _reduce(nodes, waiting, least):
-                return None
-            if token == ")":
-                if not waiting:
-                    return None
-                waiting.pop()
-            else:
-                waiting.append(token)
-                after_operand = False
-    complete = after_operand and _reduce(nodes, waiting, 0) and not waiting
-    return nodes[0] if complete else None
+    if len(text) > LONGEST:
+        return None
+    text = _SIGN.sub(lambda match: _SIGNS[match[0]], text)
+    if not _NUMBERS_AND_SIGNS.fullmatch(text):
+        return None
+    try:
+        tree = ast.parse(" ".join(_LEADING_ZEROS.sub("", text).split()), mode="eval")
+    except SyntaxError:
+        return None
+    return _node(tree.body)
+
+
+def _node(tree: ast.expr) -> Node | None:
+    """What Python has read; None where it is more than numbers and operations on two of them."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return Node(Fraction(tree.value))
+    if not isinstance(tree, ast.BinOp) or type(tree.op) not in _OPERATORS:
+        return None
+    left, right = _node(tree.left), _node(tree.right)
+    return combine(_OPERATORS[type(tree.op)], left, right) if left and right else None
 
 
 def write(node: Node) -> str:
@@ -123,26 +120,3 @@ def _parts(node: Node, direct: str, inverse: str) -> Iterator[tuple[bool, Node]]
 def _joined(texts: list[tuple[bool, str]], direct: str, inverse: str) -> str:
     ordered = sorted(texts)
     return "".join(f"{inverse if turned else direct}{text}" for turned, text in ordered).removeprefix(direct)
-
-
-def _tokens(text: str) -> list[str] | None:
-    tokens = []
-    place = 0
-    while place < len(text):
-        match = _TOKEN.match(text, place)
-        if match is None:
-            return None
-        tokens.append(match[1])
-        place = match.end()
-    return tokens
-
-
-def _reduce(nodes: list[Node], waiting: list[str], least: int) -> bool:
-    """Do the waiting operations down to a bracket or to one below the precedence; False for a division by zero."""
-    while waiting and waiting[-1] != "(" and _PRECEDENCE[waiting[-1]] >= max(least, 1):
-        right, left = nodes.pop(), nodes.pop()
-        node = combine(waiting.pop(), left, right)
-        if node is None:
-            return False
-        nodes.append(node)
-    return True

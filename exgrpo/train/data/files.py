@@ -2,8 +2,8 @@
 
 Files
     .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet; .csv:
-    the first line names the columns, a comma, a semicolon or a tab separates cells, an empty cell is no value, cells of
-    prompt and reward_model are JSON. A pattern (data/part-*.parquet) reads all its files in the order of their names.
+    the first line names the columns, a comma, a semicolon or a tab separates cells, and an empty cell is no value. A
+    pattern (data/part-*.parquet) reads all its files in the order of their names.
 """
 
 import csv
@@ -32,8 +32,6 @@ HELD_OUT_SEED = 0
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 DELIMITERS = ",;\t"
 """What may stand between the cells of a CSV file."""
-NESTED = ("prompt", "reward_model")
-"""Columns whose values are no texts: JSON in a file that knows only texts."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?::[\w.-]+)?")
 _SHOWN_PROBLEMS = 5
@@ -64,8 +62,7 @@ def _rows(source: str, split: str, limit: int | None, seed: int, reading: Readin
     if _generated(source):
         if limit is None:
             raise DataError(f"{source} needs a limit: the number of questions to generate")
-        read = _builtin_rows if source.startswith(PREFIX) else _gym_rows
-        return read(source, split, limit, seed, reading.taken)
+        return _generated_rows(source, split, limit, seed, reading.taken)
     if files := local_files(source):
         found = [item for path in files for item in _file_rows(path, reading)]
     else:
@@ -105,28 +102,18 @@ def _task(source: str) -> ModuleType:
     return task
 
 
-def _builtin_rows(source: str, split: str, limit: int, seed: int, columns: Columns) -> list[Row]:
-    task, given = _task(source), split_arguments(source)[1]
-    arguments = checked(source, given, parameters(task.generate, ("split", "count", "seed")))
-    reward, name = own_reward(source), source.removeprefix(PREFIX)
-    problems = task.generate(split, limit, seed, **arguments)
-    return [
-        Row(problem.question, problem.answer, None, name, reward, _of_generated(source, columns, vars(problem)))
-        for problem in problems
-    ]
-
-
-def _gym_rows(source: str, split: str, limit: int, seed: int, columns: Columns) -> list[Row]:
-    pairs = gym.read_gym(source, split, limit, seed)
-    return [
-        Row(question, gold, None, source, gym.REWARD, _of_generated(source, columns, {"question": question}))
-        for question, gold in pairs
-    ]
-
-
-def _of_generated(source: str, columns: Columns, row: Mapping[str, Any]) -> dict[str, Any]:
+def _generated_rows(source: str, split: str, limit: int, seed: int, columns: Columns) -> list[Row]:
+    name, reward = source.removeprefix(PREFIX), own_reward(source)
+    if source.startswith(PREFIX):
+        task, given = _task(source), split_arguments(source)[1]
+        arguments = checked(source, given, parameters(task.generate, ("split", "count", "seed")))
+        problems = task.generate(split, limit, seed, **arguments)
+        found = [(problem.question, problem.answer, vars(problem)) for problem in problems]
+    else:
+        pairs = gym.read_gym(source, split, limit, seed)
+        found = [(question, gold, {"question": question}) for question, gold in pairs]
     try:
-        return columns.of(row)
+        return [Row(question, gold, None, name, reward, columns.of(row)) for question, gold, row in found]
     except DataError as error:
         raise DataError(f"{source}: a question {error}") from None
 
@@ -254,14 +241,11 @@ def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
 
 
 def _delimiter(text: str, reading: Reading) -> str:
-    """What separates the cells: that by which the first line has most of the columns that are read."""
+    """What separates the cells: that by which the first line has most of the columns that are read, or most cells."""
+    known = {*COLUMNS, *reading.names.values()}
 
     def fit(delimiter: str) -> tuple[int, int]:
-        try:
-            names = next(filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)), ())
-        except csv.Error:
-            return -1, 0
-        known = {*COLUMNS, *reading.names.values()}
+        names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
         return sum(name.strip() in known for name in names), len(names)
 
     return max(DELIMITERS, key=fit)
@@ -270,40 +254,27 @@ def _delimiter(text: str, reading: Reading) -> str:
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    records = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
+    records = csv.DictReader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
     try:
-        columns = [name.strip() for name in next(filter(None, records), ())]
+        records.fieldnames = [name.strip() for name in records.fieldnames or ()]
     except csv.Error as error:
         raise DataError(f"{path}: the line of its columns is not valid CSV: {error}") from error
-    if not columns:
+    if not records.fieldnames:
         return
-    _read_columns(columns, path, reading)
-    nested = () if "question" in reading.names else NESTED
+    _read_columns(list(records.fieldnames), path, reading)
     while True:
-        line = records.line_num + 1
+        line = records.reader.line_num + 1
         try:
-            cells = next(records, None)
-            if cells is None:
+            row = next(records, None)
+            if row is None:
                 return
-            if cells:
-                yield parse_row(_csv_object(columns, cells, nested), path.stem, reading)
+            if None in row:
+                raise DataError(f"has more cells than the {len(records.fieldnames)} columns that the first line names")
+            yield parse_row({name: cell or None for name, cell in row.items()}, path.stem, reading)
         except csv.Error as error:
             yield _BadRow(f"{path} line {line}", f"not valid CSV: {error}")
         except DataError as error:
             yield _BadRow(f"{path} line {line}", str(error))
-
-
-def _csv_object(columns: list[str], cells: list[str], nested: Iterable[str]) -> dict[str, Any]:
-    if len(cells) != len(columns):
-        raise DataError(f"has {len(cells)} cells, and the first line names {len(columns)} columns")
-    row: dict[str, Any] = {name: cell or None for name, cell in zip(columns, cells, strict=True)}
-    for name in nested:
-        if row.get(name) is not None:
-            try:
-                row[name] = plain.parse_json(row[name])
-            except ValueError as error:
-                raise DataError(f"{name} must be JSON in a CSV file: {error}") from error
-    return row
 
 
 def _parsed(values: Iterable[Any], place: str, source: str, reading: Reading) -> Iterator[Row | _BadRow]:

@@ -68,16 +68,20 @@ class PromptFormat:
     answer_prefix: str = ""
 
     @classmethod
-    def of(cls, options: object) -> Self:
-        """The format that options with attributes of these names describe. Raises DataError as `check` does."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})._named()
+    def of(cls, options: object, prompt_format: str | None = None) -> Self:
+        """The format that options with attributes of these names describe. Raises DataError as `check` does.
+
+        Args:
+            options: they.
+            prompt_format: in the place of theirs; None: theirs.
+        """
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        return cls(**(given if prompt_format is None else {**given, "prompt_format": prompt_format}))._named()
 
     @classmethod
     def of_source(cls, source: str, options: Any) -> Self:
         """The format of the questions of one source, by such options and their `sources`."""
-        own = settings_of(source, options.sources).prompt_format
-        given = {field.name: getattr(options, field.name) for field in fields(cls)}
-        return cls(**(given if own is None else {**given, "prompt_format": own}))._named()
+        return cls.of(options, settings_of(source, options.sources).prompt_format)
 
     def _named(self) -> Self:
         """This, with the texts of the prompt that it names; raises DataError where another system message is set."""
@@ -107,8 +111,6 @@ class PromptFormat:
     def check_settings(self) -> None:
         """Whether these settings suit each other. Raises DataError as `check` does."""
         self._check_text()
-        if self.max_prompt_tokens < 1:
-            raise DataError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.system_prompt is not None and self.keep_system:
             raise DataError("system_prompt and keep_system exclude each other")
         if not self.chat and (self.system_prompt is not None or self.keep_system):

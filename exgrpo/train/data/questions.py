@@ -61,11 +61,6 @@ class QuestionSet:
     """How many of the N come from each source, one source after the other; empty: there is one."""
 
     @property
-    def dropped_long(self) -> int:
-        """Number of rows left out because their prompts are too long."""
-        return len(self.left_out)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """[S] how many of the N questions come from each source, one source after the other."""
         return self.parts or (len(self.questions),)
@@ -146,8 +141,6 @@ def load_questions(
             fetched, or has malformed rows (the message names files, rows and causes).
     """
     prompts.check(tokenizer)
-    if limit is not None and limit < 1:
-        raise DataError(f"limit must be at least 1, got {limit}")
     rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, names=names, reward=reward)
     return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=stop)
 

@@ -67,10 +67,8 @@ class RunLog:
                 message(tracker)
             except Exception as error:  # a service that fails must not end the training
                 self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                logger.warning(
-                    "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them", name, shown(error)
-                )
+                told = "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them"
+                logger.warning(told, tracker.name, shown(error))
 
     def position(self) -> dict[str, int]:
         """The latest step, and the sizes of the files up to it; so much is on disk when this returns.

@@ -1,7 +1,6 @@
 """Groups of a run that people read: a line of samples.jsonl for each, and the questions that are followed."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,32 +117,8 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 def _sample(values: Any) -> Sample | None:
     try:
-        answers = tuple(_answer(answer) for answer in values.pop("answers"))
-        sample = Sample(**values, answers=answers)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        parts = [tuple((writer, text) for writer, text in answer["parts"]) for answer in values["answers"]]
+        answers = [SampledAnswer(**{**of, "parts": own}) for of, own in zip(values["answers"], parts, strict=True)]
+        return Sample(**{**values, "answers": tuple(answers)})
+    except (ValueError, TypeError, KeyError):
         return None
-    plain = type(sample.step) is type(sample.question) is int and type(sample.followed) is bool
-    return sample if plain and isinstance(sample.text, str) and isinstance(sample.gold, str) else None
-
-
-def _answer(values: dict[str, Any]) -> SampledAnswer:
-    """Raises TypeError, ValueError or KeyError where the values are not those of an answer."""
-    parts = tuple((_writer(writer), _text(text)) for writer, text in values["parts"])
-    numbers = (values["reward"], values["tokens"], values["replayed_from"] or 0, values["entropy"] or 0)
-    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
-        raise TypeError("a number is something else")
-    return SampledAnswer(**{**values, "parts": parts})
-
-
-def _writer(value: object) -> Writer:
-    if value == "policy":
-        return "policy"
-    if value == "environment":
-        return "environment"
-    raise ValueError("a part is of the policy or the environment")
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("a part is a text")
-    return value

@@ -4,9 +4,9 @@ A tracker is asked for by `output.trackers`, and its package is imported only th
 """
 
 import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,9 @@ RUN_ID = "run_id"
 
 
 class Tracker(Protocol):
-    """Takes numbers; may raise anything, after which it is not used again."""
+    """Takes numbers; may raise anything, after which it is not used again. `name` is that of `output.trackers`."""
+
+    name: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the numbers of a step, by name; steps never go back, and one step may come several times."""
@@ -33,10 +35,11 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in the run's folder; of a continued run, those after its checkpoint are purged by their readers."""
 
+    name = "tensorboard"
+
     def __init__(self, folder: Path, step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        _leave_failures_to_callers()
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=None if step is None else step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -49,79 +52,34 @@ class TensorBoard:
         self.events.close()
 
 
-def _leave_failures_to_callers() -> None:
-    """TensorBoard's thread prints the traceback of a failure, which the next call raises as well."""
-    before = threading.excepthook
+class Service:
+    """A run at Weights & Biases, or of Trackio, which has the same interface; a continued run goes on in it.
 
-    def hook(failure: threading.ExceptHookArgs) -> None:
-        if not type(failure.thread).__module__.startswith("tensorboard."):
-            before(failure)
+    What a service has got it cannot forget: the numbers which a continued run computes again are not sent again.
+    Trackio stores locally, or where its environment variables say. Offline, every continuation at Weights & Biases is a
+    folder of its own with the run's id, which `wandb sync` puts together.
 
-    threading.excepthook = hook
-
-
-class Wandb:
-    """A run at Weights & Biases; a continued one goes on under the same id.
-
-    What the service has got it cannot forget, and it takes no step below its latest: the numbers which a continued run
-    computes again are not sent again. Offline, every continuation is a folder of its own with that id, which
-    `wandb sync` puts together.
+    Args:
+        name: of the package.
+        config: of the run.
+        folder: of the run.
+        sent: by tracked name, the last step of which the service has the number.
     """
 
-    def __init__(self, config: Config, folder: Path, sent: Mapping[str, int]) -> None:
-        import wandb
-
-        self.sent = sent
-        self.run = wandb.init(
-            project=config.output.project,
-            id=_run_id(folder),
-            name=folder.name,
-            dir=str(folder),
-            config=config.model_dump(mode="json"),
-            resume="allow",
-            settings={"console": "off"},  # a live table, redrawn all the time, is no log
-        )
+    def __init__(self, name: str, config: Config, folder: Path, sent: Mapping[str, int]) -> None:
+        module, own = import_module(name), _run_id(folder)
+        self.name, self.sent = name, sent
+        self.close = module.finish  # Trackio calls its run's own method again when the program ends
+        arguments: dict[str, Any] = {"name": f"{folder.name}-{own}"}  # by which Trackio finds a run
+        if name == "wandb":  # its console would take a progress bar for a log
+            arguments = {"id": own, "name": folder.name, "dir": str(folder), "settings": {"console": "off"}}
+        settings = config.model_dump(mode="json")
+        self.run = module.init(project=config.output.project, config=settings, resume="allow", **arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send what has not been sent yet."""
-        if (new := _unsent(step, values, self.sent)) and step >= self.run.step:
+        if new := {name: value for name, value in values.items() if step > self.sent.get(name, -1)}:
             self.run.log(new, step=step)
-
-    def close(self) -> None:
-        """Wait until everything has arrived."""
-        self.run.finish()
-
-
-class Trackio:
-    """A run of Trackio, in its local storage or where its environment variables say; it goes on under the same name.
-
-    Trackio keeps every number it gets: what a continued run computes again is not sent again.
-    """
-
-    def __init__(self, config: Config, folder: Path, sent: Mapping[str, int]) -> None:
-        import trackio
-
-        self.sent = sent
-        self.finish = trackio.finish  # the run's own method would be called again when the program ends
-        self.run = trackio.init(
-            project=config.output.project,
-            name=f"{folder.name}-{_run_id(folder)}",  # a run is found by its name
-            config=config.model_dump(mode="json"),
-            resume="allow",
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what has not been sent yet."""
-        if new := _unsent(step, values, self.sent):
-            self.run.log(new, step=step)
-
-    def close(self) -> None:
-        """Wait until everything is stored."""
-        self.finish()
-
-
-def _unsent(step: int, values: Mapping[str, float], sent: Mapping[str, int]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if step > sent.get(name, -1)}
 
 
 def _run_id(folder: Path) -> str:
@@ -161,15 +119,11 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
         ConfigError: where one cannot start.
     """
     sent = {} if step is None else _last_steps(folder / METRICS)
-    kinds: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(folder, step),
-        "wandb": lambda: Wandb(config, folder, sent),
-        "trackio": lambda: Trackio(config, folder, sent),
-    }
     trackers: list[Tracker] = []
     for name in dict.fromkeys(config.output.trackers):
         try:
-            trackers.append(kinds[name]())
+            of_files = name == TensorBoard.name
+            trackers.append(TensorBoard(folder, step) if of_files else Service(name, config, folder, sent))
         except Exception as error:  # packages and services fail in ways of their own
             for tracker in trackers:
                 with suppress(Exception):

@@ -4,7 +4,6 @@ import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from exgrpo.train.common import plain
-from exgrpo.train.common.errors import SHOWN, ConfigError, ModelError, cut, os_errors_as, shown
+from exgrpo.train.common.errors import SHOWN, ConfigError, ModelError, cut, shown
 from exgrpo.train.common.limits import MOST_LAYERS
 from exgrpo.train.config.pretrained import located
 
@@ -121,31 +119,6 @@ def _other_kind(config: PreTrainedConfig, raw: Mapping[str, Any]) -> str:
     if not isinstance(heads, list) or not all(isinstance(head, str) for head in heads):
         return f"names no class in its architectures, {shown(heads)}"
     return "" if not heads or CAUSAL.intersection(heads) else f"has the head of {' and '.join(heads)}"
-
-
-def read_config(file: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration in a config.json without its model.
-
-    Args:
-        file: it, or the folder that holds it.
-        overrides: values that are changed.
-
-    Raises:
-        ConfigError: there is none, it is none, or an override does not suit it.
-    """
-    with os_errors_as(ConfigError, f"config_json: {file} cannot be read"):
-        file = file / "config.json" if file.is_dir() else file
-        if not file.is_file():
-            raise ConfigError(f"config_json: {file} does not exist: name a config.json or the folder that holds it")
-        content = file.read_bytes()
-    try:
-        raw = plain.parse_json(content)
-        _check_layers(raw)
-        config = AutoConfig.for_model(**raw)
-    except Exception as error:
-        reason = cut(str(error).partition("\n")[0], 120) or type(error).__name__
-        raise ConfigError(f"config_json: {file} is no configuration of a causal LM: {reason}") from error
-    return _source(str(file.parent), config, raw, overrides).config
 
 
 def explained(error: Exception, path: str) -> ModelError:

@@ -21,7 +21,7 @@ def reward(response: str, gold: str) -> float:
 
     Args:
         response: of the model.
-        gold: as exgrpo.train.data.gym_process writes it.
+        gold: as exgrpo.train.data.gym writes it.
     """
     kept = json.loads(gold)
     data_set = _data_set(kept["data_set"], json.dumps(kept["arguments"]))

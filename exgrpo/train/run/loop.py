@@ -195,8 +195,8 @@ class Run:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
-        unsound = self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
+        self.soundness.observe(result.batch.counts, result.applied)
+        for note in filter(None, (*result.notes, *self.answerer.news(), crowded)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:
@@ -238,7 +238,7 @@ class Run:
         config, questions, world = self.config, self.inputs.train_set, self.world
         reason = self.answerer.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
-        dropped = f", {questions.dropped_long} over-long prompts dropped" if questions.dropped_long else ""
+        dropped = f", {len(questions.left_out)} over-long prompts dropped" if questions.left_out else ""
         if questions.beyond_limit:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(

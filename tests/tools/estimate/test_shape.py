@@ -44,7 +44,7 @@ def test_parameters_of_the_recipes_models_are_known_without_the_models(name, pub
     assert read_shape(name).total == published
     sizes = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert read_shape("", tmp_path).total == published
+    assert read_shape(str(tmp_path)).total == published
     assert read_shape(name, overrides={"num_hidden_layers": 1}).layers == 1
 
 

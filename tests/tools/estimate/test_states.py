@@ -67,7 +67,7 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     completed(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
     held = json.loads((tmp_path / "held.json").read_text())
-    shape = read_shape(str(tmp_path), tmp_path)
+    shape = read_shape(str(tmp_path))
     assert held.keys() == cases.keys()
     for case, real in held.items():
         config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
@@ -102,7 +102,7 @@ def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
     moments = [v for state in policy.engine.optimizer.state.values() for v in state.values() if v.dim()]
     held = {"weights": parameters, "fp32 master weights": own, "AdamW moments": moments, "gradients, fp32": gradients}
     real = {kind: sum(t.numel() * t.itemsize for t in tensors) for kind, tensors in held.items()}
-    shape = read_shape(str(tmp_path), tmp_path)
+    shape = read_shape(str(tmp_path))
     counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
     assert {kind: counted[kind]["step"] for kind in real} == real
     if name != "adapters":

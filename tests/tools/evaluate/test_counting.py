@@ -14,30 +14,12 @@ from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate
-from exgrpo.train.run.validation_scores import Verdict, average, distinct_at_k, pass_at_k, score, score_all
+from exgrpo.train.run.validation_scores import Verdict, average, score, score_all
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
 
 PLAIN = RewardConfig(function="tests.train.fakes:marked")
 """Has no functions beside it."""
 VERDICTS = st.lists(st.booleans(), min_size=1, max_size=7)
-
-
-@given(VERDICTS, st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(verdicts, data):
-    k = data.draw(st.integers(1, len(verdicts)))
-    subsets = list(itertools.combinations(verdicts, k))
-    expected = sum(any(subset) for subset in subsets) / len(subsets)
-    assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(expected)
-
-
-@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8), st.data())
-def test_distinct_at_k_is_the_mean_number_of_right_solutions_over_subsets(keys, data):
-    """-1: a wrong answer."""
-    k = data.draw(st.integers(1, len(keys)))
-    subsets = list(itertools.combinations(keys, k))
-    expected = sum(len(set(subset) - {-1}) for subset in subsets) / len(subsets)
-    counts = [keys.count(key) for key in set(keys) - {-1}]
-    assert distinct_at_k(len(keys), counts, k) == pytest.approx(expected)
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=9), min_size=1, max_size=6))

@@ -140,16 +140,12 @@ def test_dark_mode_follows_the_system_and_the_switch(browser, page):
     browser.execute_script("localStorage.clear()")
 
 
-def test_a_narrow_page_does_not_scroll_sideways(browser, page):
-    opened(browser, page, width=390)
-    assert ask(browser, "document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-
-
 @pytest.mark.parametrize("width", [390, 1440])
 def test_the_first_screen_has_the_result_and_its_curves(browser, page, width):
     screen(browser, width=width)
     browser.get(page)
     wait(browser, "document.querySelector('.first .plot').classList.contains('drawn')")
+    assert ask(browser, "document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     places = [f"document.querySelector('{of}').getBoundingClientRect().bottom" for of in (".result", ".first .plot")]
     result, curves = [ask(browser, place) for place in places]
     assert 0 < result < curves < 900

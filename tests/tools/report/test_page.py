@@ -41,9 +41,8 @@ def test_curves_carry_the_values_of_the_metrics_over_every_axis(whole_page):
     assert figures["Time by phase"]["text"] == phases
     total = "one at step 4: select 4, rollout 40, score 16, update 36, push 4, evaluation 12, checkpoint 0.5"
     assert figures["Time by phase so far"]["text"] == total
-    assert figures["Log-ratios of fresh tokens"]["text"] == (
-        "one, median: 0 at step 1, 0 at step 4; 1 to 99 % at step 4: -0.196 to 0.196; "
-        "10 to 90 % at step 4: -0.16 to 0.16"
+    assert figures["Log-ratios of fresh tokens"]["text"].startswith(
+        "one, 1 %: -0.049 at step 1, -0.196 at step 4; one, med"
     )
     assert "median: 0 at step 2, 0 at step 4" in figures["Log-ratios of replayed tokens"]["text"]
 
@@ -68,7 +67,7 @@ def test_what_is_noted_before_the_first_step_makes_no_step_of_it(tmp_path):
 def test_every_plot_of_a_complete_run_is_drawn_named_and_described(whole_page):
     planned = yaml.safe_load((ASSETS / "report" / "plots.yaml").read_text())
     titles = [panel["title"] for section in planned for panel in section["panels"]]
-    titles += [plot["title"] for section in planned for kind in ("fans", "stacks") for plot in section.get(kind, [])]
+    titles += [plot["title"] for section in planned for plot in section.get("stacks", [])]
     titles += ["Held-out Pass@2"]
     assert set(whole_page.figures) == {title for title in titles if title not in named_in(whole_page.left_out)}
     assert all(figure["role"] == "img" and figure["text"] for figure in whole_page.figures.values())
@@ -141,16 +140,6 @@ def test_values_have_six_digits_and_long_times_are_in_minutes_or_hours(tmp_path)
     assert page.traces("Entropy")["one, fresh"]["y"] == [3.14159e-06, 6.28319e-06, 9.42478e-06]
     assert page.traces(title)["one"]["x"] == [1, 2, 3]
     assert page.figures[title]["figure"]["layout"]["xaxis"]["title"]["text"] == "training time in hours"
-
-
-def test_a_single_run_tells_what_differs_from_the_defaults(tmp_path):
-    run = make_run(tmp_path / "one", SHORT, seed=3, policy={"path": "builtin:arithmetic", "dtype": "bf16"}, mine=1)
-    page = page_of(tmp_path, run)
-    assert page.row("seed") == ["3", "0"]
-    assert page.row("policy.path") == ['"builtin:arithmetic"', ABSENT]
-    assert page.row("mine") == ["1", ABSENT]
-    assert "policy.dtype" not in [row[0] for row in page.rows]
-    assert "All options of one" in page.texts
 
 
 def test_a_page_stands_alone_and_equal_runs_give_equal_ones(tmp_path):

@@ -71,12 +71,6 @@ def test_order_and_separators_do_not_matter():
     assert {reward_key(f"\\boxed{{{text}}}", GOLD) for text in responses} == {"010"}
 
 
-def test_the_last_box_after_the_thinking_decides():
-    right, wrong = "\\boxed{a=R b=G c=R}", "\\boxed{a=R b=R c=R}"
-    assert reward(f"{wrong} no: {right}", GOLD) == reward(f"<think>{wrong}</think>{right}", GOLD) == 1.0
-    assert reward(f"{right} no: {wrong}", GOLD) == reward(f"{right}</think>{wrong}", GOLD) == 0.0
-
-
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_responses_are_worth_nothing(response):
     assert reward(response, GOLD) == 0.0

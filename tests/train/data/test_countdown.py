@@ -68,15 +68,6 @@ def test_division_is_exact():
     assert reward("\\boxed{7 / 2}", "3 2 7") == 0.0
 
 
-def test_the_last_box_after_the_thinking_decides():
-    right, wrong = "\\boxed{3 + 5}", "\\boxed{5 - 3}"
-    assert reward(f"{wrong} no: {right}", "8 3 5") == 1.0
-    assert reward(f"{right} no: {wrong}", "8 3 5") == 0.0
-    assert reward(f"<think>{wrong}</think>{right}", "8 3 5") == 1.0
-    assert reward(f"{right}</think>", "8 3 5") == 0.0
-    assert reward(f"<think>{wrong}</think>a</think>{right}", "8 3 5") == 1.0
-
-
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_responses_are_worth_nothing(response):
     assert reward(response, "8 3 5") == 0.0

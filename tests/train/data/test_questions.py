@@ -1,4 +1,3 @@
-import csv
 import json
 import sys
 import types
@@ -70,17 +69,12 @@ def decoded(question):
     return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "lines.json", "parquet"])
 def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
     rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
     path = tmp_path / f"mine.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(PAPER_ROW)
-            writer.writerows([v if isinstance(v, str) else json.dumps(v) for v in row.values()] for row in rows)
     elif suffix == "json":
         path.write_text(json.dumps(rows, indent=1))
     else:
@@ -91,7 +85,6 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
         (1, "What is 6 * 7?", "\\frac12", "olympiad"),
     ]
     assert decoded(loaded[0]) == "<user>What is 6 * 7?\n<assistant>"
-    assert loaded.dropped_long == 0
 
 
 def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
@@ -275,7 +268,6 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),
         (TOKENIZER, {"system_prompt": "a", "keep_system": True}, "exclude each other"),
         (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no system message"),
-        (TOKENIZER, {"limit": 0}, "must be at least 1"),
         (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
     ],
 )
@@ -307,7 +299,6 @@ def test_long_prompts_are_dropped_and_counted(lengths, longest, data, tmp_path_f
     taken = int(loaded.questions[-1].gold) + 1 if len(loaded) == limit else len(lengths)
     long = [(str(i), "x" * n, "lengths") for i, n in enumerate(lengths[:taken]) if n > longest]
     assert [(question.gold, question.text, question.source) for question in loaded.left_out] == long
-    assert loaded.dropped_long == len(long)
     assert loaded.beyond_limit == len(lengths) - taken
 
 
@@ -345,7 +336,7 @@ def test_real_data_sets(name, count, first_gold, sources):
     if not (SHARED_DATA / name).exists():
         pytest.skip(f"{SHARED_DATA / name} is not there")
     loaded = load(str(SHARED_DATA / name), TOKENIZER, max_prompt_tokens=10_000)
-    assert (len(loaded), loaded.dropped_long) == (count, 0)
+    assert (len(loaded), loaded.left_out) == (count, ())
     assert loaded[0].gold == first_gold
     assert {question.source for question in loaded} == sources
     assert "####" not in "".join(question.gold for question in loaded)

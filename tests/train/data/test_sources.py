@@ -113,7 +113,7 @@ def test_several_sources_become_one_set_with_indices_of_its_own():
         enumerate(["a 0", "a 1", "a 2", "b 0", "b 1", "c 0"])
     )
     assert [(question.index, question.source) for question in found.left_out] == [(0, "a"), (1, "c"), (2, "c")]
-    assert (found.sizes, found.beyond_limit, found.dropped_long) == ((3, 2, 1), 6, 3)
+    assert (found.sizes, found.beyond_limit) == ((3, 2, 1), 6)
     alone = of_size(3, "a")
     assert joined([alone]) is alone
     assert alone.sizes == (3,)

@@ -13,7 +13,7 @@ from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
 
 REWARD = "math"
-"""The reward of the task's answers."""
+"""The reward of the task's answers: it reads what follows the thinking."""
 
 MODEL_FOLDER = ASSETS / "arithmetic"
 """The pretrained model and its tokenizer, in Hugging Face format."""
@@ -23,9 +23,6 @@ MAX_PROMPT_TOKENS = 24
 
 MAX_RESPONSE_TOKENS = 80
 """Every correct worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
-
-REWARD = "math"
-"""The name of the reward: it reads what follows the thinking."""
 
 LEVELS = (1, 2, 3, 4)
 

@@ -1,4 +1,4 @@
-"""Runs as plots: lines, fans of quantiles, stacks of areas."""
+"""Runs as plots: lines, and stacks of areas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from exgrpo.train.metrics.report.figures import (
     band_trace,
     colour,
     curve,
-    grade,
     horizontal,
     layout,
     line_trace,
@@ -26,8 +25,6 @@ from exgrpo.train.metrics.report.figures import (
 )
 from exgrpo.train.metrics.report.runs import RunColumns
 
-# Quantiles between which a band of a fan lies, what to call it, and how opaque it is.
-BANDS = (("q01", "q99", "1 to 99 %", 0.14), ("q10", "q90", "10 to 90 %", 0.28))
 INTERVAL_ALPHA = 0.18
 INK = "var(--ink)"
 
@@ -68,21 +65,6 @@ class PlotGroup:
 
 
 @dataclass(frozen=True)
-class Fan:
-    """One plot of a distribution over steps: its median, and bands between quantiles.
-
-    Attributes:
-        title: heading.
-        unit: label of the vertical axis.
-        prefix: of the columns q01, q10, q50, q90 and q99.
-    """
-
-    title: str
-    unit: str
-    prefix: str
-
-
-@dataclass(frozen=True)
 class Stack:
     """One plot of stacked areas for each group.
 
@@ -92,7 +74,6 @@ class Stack:
         prefix: of the columns.
         label: what to call a column; {0} is its name without the prefix.
         without: columns that are left out.
-        graded: whether columns are numbered and colours should show their order.
         total: whether to show sums since the start of the run.
         note: what a reader has to know.
     """
@@ -102,7 +83,6 @@ class Stack:
     prefix: str
     label: str
     without: Sequence[str] = ()
-    graded: bool = False
     total: bool = False
     note: str = ""
 
@@ -221,51 +201,12 @@ def _limits(lines: Sequence[Curve], *, single: bool) -> tuple[float, float]:
     return float(joined.min()), float(joined.max())
 
 
-def draw_fan(fan: Fan, groups: Sequence[PlotGroup], name: str) -> Plot:
-    """Every group's median over its bands, as means over the group's runs; `name` is the plot's own in the page."""
-    data: list[Trace] = []
-    words: list[str] = []
-    curves: list[Curve] = []
-    of_groups = [[run.training for run in group.runs] for group in groups]
-    medians = [thin(mean_curve(runs, "step", f"{fan.prefix}q50")) for runs in of_groups]
-    axis = horizontal("step", max((line.x[-1] for line in medians if len(line.x)), default=0.0))
-    for i, (runs, median) in enumerate(zip(of_groups, medians, strict=True)):
-        if not len(median.x):
-            continue
-        words.append(f"{groups[i].label}, median: {_in_words(Curve(median.x, median.y), 'step')}")
-        curves.append(median)
-        for k, (low, high, label, alpha) in enumerate(BANDS, start=1):
-            bottom, top = (thin(mean_curve(runs, "step", f"{fan.prefix}{q}")).y for q in (low, high))
-            if len(bottom) != len(median.x) or len(top) != len(median.x):
-                continue
-            data.append(band_trace(median.x, bottom, top, axis, paint=colour(i), alpha=alpha, group=i, series=k))
-            words.append(f"{label} at step {median.x[-1]:.0f}: {bottom[-1]:.3g} to {top[-1]:.3g}")
-            curves += [Curve(median.x, bottom), Curve(median.x, top)]
-        label = f"{groups[i].label}, median"
-        data.append(line_trace(Curve(median.x, median.y), label, axis, paint=colour(i), group=i))
-    if not curves:
-        return Plot(name, fan.title, fan.unit, x="step")
-    paint = INK if _many(groups) else colour(0)
-    bands = [Key(label, k, paint, alpha=alpha) for k, (_, _, label, alpha) in enumerate(BANDS, start=1)]
-    return Plot(
-        name,
-        fan.title,
-        fan.unit,
-        x="step",
-        words="; ".join(words),
-        keys=(Key("median", 0, paint), *reversed(bands)),
-        curves=tuple(curves),
-        figure={"data": data, "layout": layout(axis, *_limits(curves, single=True), zero=False)},
-    )
-
-
 def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], name: str) -> list[Plot]:
     """Stacked areas, one plot per group on one scale, as means over the group's runs."""
     names = _stacked_columns(plan, groups)
     stacks = [_stack([run.merged for run in group.runs], list(names), total=plan.total) for group in groups]
     top = max((float(heights.sum(axis=0).max()) for _, heights in stacks if heights.size), default=0.0)
     labels = list(names.values())
-    paints = [grade(k, len(names)) if plan.graded else colour(k) for k in range(len(names))]
     plots = []
     for i, (group, (steps, heights)) in enumerate(zip(groups, stacks, strict=True)):
         title = f"{plan.title}: {group.label}" if _many(groups) else plan.title
@@ -274,7 +215,7 @@ def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], name: str) -> list[Plo
             continue
         there = [k for k in range(len(labels)) if heights[k].any()]
         last = ", ".join(f"{labels[k]} {heights[k][-1]:.3g}" for k in there)
-        data = [area_trace(steps, heights[k], labels[k], paint=paints[k], series=k) for k in there]
+        data = [area_trace(steps, heights[k], labels[k], paint=colour(k), series=k) for k in there]
         plots.append(
             Plot(
                 f"{name}-{i}",
@@ -283,7 +224,7 @@ def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], name: str) -> list[Plo
                 plan.note,
                 "step",
                 f"{group.label} at step {steps[-1]:g}: {last}",
-                tuple(Key(labels[k], k, paints[k], alpha=0.85) for k in there),
+                tuple(Key(labels[k], k, colour(k), alpha=0.85) for k in there),
                 tuple(Curve(steps, heights[k]) for k in there),
                 {"data": data, "layout": layout(horizontal("step", float(steps[-1])), 0.0, top, zero=True)},
                 one_group=True,
@@ -297,10 +238,7 @@ def _stacked_columns(stack: Stack, groups: Sequence[PlotGroup]) -> dict[str, str
     # In the order of training, whatever an evaluation before it has: a phase then has one colour in all plots.
     found = dict.fromkeys(n for group in groups for run in group.runs for n in (*run.training, *run.merged))
     names = [name for name in found if name.startswith(stack.prefix) and name not in stack.without]
-    keys = [name.removeprefix(stack.prefix) for name in names]
-    if stack.graded:
-        keys = [str(key) for key in sorted(int(key) for key in keys if key.isdecimal())]
-    return {f"{stack.prefix}{key}": readable(stack.label.format(key)) for key in keys}
+    return {name: readable(stack.label.format(name.removeprefix(stack.prefix))) for name in names}
 
 
 def _stack(runs: Sequence[Columns], names: Sequence[str], *, total: bool) -> tuple[FloatArray, FloatArray]:

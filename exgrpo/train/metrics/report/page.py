@@ -16,14 +16,13 @@ import yaml
 
 from exgrpo.train.common.errors import ReportError
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.metrics.report.draw import Fan, Panel, Plot, PlotGroup, Stack, draw_fan, draw_lines, draw_stacks
+from exgrpo.train.metrics.report.draw import Panel, Plot, PlotGroup, Stack, draw_lines, draw_stacks
 from exgrpo.train.metrics.report.figures import MAX_POINTS, Columns, as_json, colour, key, readable, rounded, template
 from exgrpo.train.metrics.report.runs import (
     HEADINGS,
     RunColumns,
     RunData,
     RunGroup,
-    changes,
     differences,
     group_runs,
     load_run,
@@ -56,8 +55,7 @@ def write_report(runs: Sequence[Path], output: Path) -> None:
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise ReportError(f"{output}: a report is an HTML page; choose a name that ends in .html")
-    data = [load_run(folder, name) for folder, name in named(runs).items()]
-    page = page_about(data)
+    page = page_about([load_run(folder, name) for folder, name in named(runs).items()])
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +94,6 @@ def page_about(data: Sequence[RunData], *, version: str = "", waiting: Sequence[
     groups = group_runs(data)
     runs = [run for group in groups for run in group.runs]
     title = f"ExGRPO report: {runs[0].name}" if len(runs) == 1 else f"ExGRPO report: {len(runs)} runs"
-    alone = runs[0] if len(runs) == 1 else None
     said = result(groups)
     shown = sections([PlotGroup(group.label, [run.columns for run in group.runs]) for group in groups])
     return template(FOLDER / "page.html").render(
@@ -113,7 +110,6 @@ def page_about(data: Sequence[RunData], *, version: str = "", waiting: Sequence[
         sections=shown,
         differences=differences(groups),
         samples=shown_samples(runs),
-        changes={alone.name: changes(alone)} if alone and alone.config else {},
         configurations={run.name: yaml.safe_dump(run.config, sort_keys=False) for run in runs if run.config},
     )
 
@@ -204,7 +200,6 @@ def _planned(plan: dict[str, Any], groups: Sequence[PlotGroup], number: int) -> 
     if plan.get("variety"):
         panels += _variety_panels(every)
     plots = [draw_lines(panel, groups, f"plot-{number}-{i}") for i, panel in enumerate(panels)]
-    plots += [draw_fan(Fan(**fan), groups, f"fan-{number}-{i}") for i, fan in enumerate(plan.get("fans", []))]
     for i, stack in enumerate(plan.get("stacks", [])):
         plots += draw_stacks(Stack(**stack), groups, f"stack-{number}-{i}")
     return plots

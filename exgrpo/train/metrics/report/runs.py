@@ -11,8 +11,6 @@ import numpy as np
 import yaml
 
 from exgrpo.train.common.errors import ReportError
-from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import NAMED
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind, Record, read_records
 from exgrpo.train.metrics.report.figures import Columns, half_width, mean_curve, readable
@@ -204,19 +202,6 @@ def result(groups: Sequence[RunGroup]) -> str:
     verdict = f"“{ahead[0]}” is ahead{chance}" if len(ahead) == 1 else "none is ahead"
     shown = f"{', '.join(scores[:-1])} and {scores[-1]}"
     return f"After {tokens:,.0f} generated tokens, held-out Pass@1 is {shown}: {verdict}."
-
-
-def changes(run: RunData) -> dict[str, list[str]]:
-    """Each option of a run that is not its default, with its value and that default; a required one has none."""
-    required: dict[str, Any] = {}
-    for name in NAMED:
-        section, option = name.split(".")
-        required.setdefault(section, {})[option] = ""
-    defaults = flat(Config.model_validate(required).model_dump(mode="json"))
-    known = {name: value for name, value in defaults.items() if name not in NAMED}
-    own = {name: value for name, value in flat(run.config).items() if not name.startswith(NOT_COMPARED)}
-    values = {name: [_value(own, name), _value(known, name)] for name in own}
-    return {name: both for name, both in values.items() if both[0] != both[1]}
 
 
 def _value(options: dict[str, Any], name: str) -> str:
