@@ -22,7 +22,7 @@ SLOW = (
     *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/estimate", "tools/report"),
     *("tools/test_", "train/data/test_gym.py", "train/data/test_tasks.py"),
     *(f"train/replay/test_{name}.py" for name in ("memory", "rules_of_memory", "sampling")),
-    *(f"train/run/test_{name}" for name in ("disks", "hosts")),
+    *(f"train/run/test_{name}" for name in ("clock", "disks", "hosts")),
     *(f"kernels/test_{name}.py" for name in ("autograd", "backend_self_test", "backend_choice", "combinations")),
     *(f"kernels/test_{name}.py" for name in ("compiled", "cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
     *(f"kernels/test_{name}.py" for name in ("cuda_fused", "dispatch", "extension", "launch_tuner", "memory")),

@@ -60,7 +60,8 @@ PACKAGES = (
     Package("transformers", ("tests/integrations/test_transformers.py", "tests/heads/test_inputs.py")),
     Package("deepspeed", ("tests/train/policy/test_policy.py",)),
     Package(
-        "trl", tuple(f"tests/integrations/test_trl{part}.py" for part in ("", "_batch", "_refills", "_start", "_turns"))
+        "trl",
+        tuple(f"tests/integrations/test_trl{part}.py" for part in ("", "_refills", "_replay", "_start", "_turns")),
     ),
     Package("peft", ("tests/heads/test_inputs.py", ADAPTERS)),
     Package("verl", ("tests/integrations/test_verl.py", "tests/integrations/test_verl_replay.py")),

@@ -1,11 +1,21 @@
 """What a person sees while a run goes on."""
 
 import math
+from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
 
 from exgrpo.train.common.errors import printable
 
@@ -21,15 +31,36 @@ COLUMNS = {
     "idle": ("idle_group_fraction", ".0%"),
     "length": ("response_tokens", ".0f"),
     "cut": ("truncated", ".0%"),
-    "failed": ("reward_failed_fraction", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "mfu": ("mfu", ".1%"),
     "s/step": ("seconds", ".1f"),
+    "failed": ("reward_failed_fraction", ".0%"),
 }
+WANTED = (
+    *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
+    *("buffer", "retired", "tokens/s", "mfu", "idle", "grad", "ratio"),
+)
+"""The columns, those first that a narrow terminal keeps."""
+FAILED = "failed"
+"""The column that is there only once it is above 0; then it is the first one that a narrow terminal keeps."""
+CELL = 6
+"""Characters of the longest usual cell."""
+SHOWN_STEPS = 12
+
+
+def fitting(width: int, *, failed: bool = False) -> list[str]:
+    """The titles of the columns that fit beside the step into so many characters, in the order of `COLUMNS`."""
+    wanted = (FAILED, *WANTED) if failed else WANTED
+    # A cell has a blank on either side and a border.
+    ends = list(accumulate(max(len(title), CELL) + 3 for title in ("step", *wanted)))[1:]
+    kept = {title for title, end in zip(wanted, ends, strict=True) if end < width}
+    return [title for title in COLUMNS if title in kept]
 
 
 class Display:
-    """A line per step, on a terminal above a progress bar.
+    """A live table of the latest steps above a progress bar; one line per step where there is no terminal.
+
+    A narrow terminal shows the columns for which it has room: metrics.jsonl has all.
 
     Args:
         steps: of the run.
@@ -39,6 +70,8 @@ class Display:
 
     def __init__(self, steps: int, done: int, console: Console | None) -> None:
         self.console = console
+        self.recent: list[dict[str, float]] = []
+        self.failed = False
         self.progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -47,32 +80,49 @@ class Display:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
-            disable=console is None or not console.is_terminal,
         )
         self.task = self.progress.add_task("training", total=steps, completed=done)
+        self.live = Live(self._view(), console=console) if console and console.is_terminal else None
 
     def __enter__(self) -> Self:
-        self.progress.start()
+        if self.live:
+            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.live:
+            self.live.stop()
 
     def say(self, message: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the display."""
         if self.console:
             self.console.print(printable(message), highlight=False, markup=False)
 
     def step(self, record: dict[str, float]) -> None:
         """Show the metrics of a finished step."""
+        self.recent = [*self.recent, record][-SHOWN_STEPS:]
+        self.failed |= record[COLUMNS[FAILED][0]] > 0
         self.progress.advance(self.task)
-        if self.console:
-            cells = [f"{title} {_cell(record, *column)}" for title, column in COLUMNS.items()]
+        if self.live:
+            self.live.update(self._view())
+        elif self.console:
+            titles = [title for title in COLUMNS if self.failed or title != FAILED]
+            cells = [f"{title} {_cell(record, *COLUMNS[title])}" for title in titles]
             remaining = self.progress.tasks[0].time_remaining
             eta = "" if remaining is None else f"  ETA {remaining // 60:.0f}:{remaining % 60:02.0f}"
             self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
+
+    def _view(self) -> Group:
+        titles = fitting(self.console.width, failed=self.failed) if self.console else []
+        table = Table(expand=True)
+        for title in ("step", *titles):
+            table.add_column(title, justify="right", no_wrap=True)
+        for record in self.recent:
+            cells = [_cell(record, *COLUMNS[title]) for title in titles]
+            table.add_row(f"{record['step']:.0f}", *cells)
+        return Group(table, self.progress)
 
 
 def _cell(record: dict[str, float], key: str, form: str) -> str:

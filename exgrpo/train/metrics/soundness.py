@@ -9,7 +9,7 @@ from exgrpo.train.policy.update import UpdateStats
 
 FIRST_SAID = 4
 FAILING_STEPS = 3
-SKIPPED_MOST = 10
+SKIPPED_TOLD, SKIPPED_MOST = 3, 10
 
 
 class IdleSteps:
@@ -58,16 +58,24 @@ class Soundness:
         self.skipped = 0
         """Optimiser steps in a row that were not taken."""
 
-    def observe(self, counts: Counts, applied: Sequence[bool]) -> None:
-        """Take in a training step.
+    def observe(self, counts: Counts, applied: Sequence[bool]) -> str | None:
+        """Take in a training step; returns a sentence for a person, if there is one.
 
         Args:
             counts: of the step.
             applied: of each optimiser step, whether it was taken.
         """
         self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0
+        told = False
         for taken in applied:
             self.skipped = 0 if taken else self.skipped + 1
+            told |= self.skipped == SKIPPED_TOLD
+        if not told:
+            return None
+        return (
+            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite: they teach "
+            f"nothing. After {SKIPPED_MOST} the run stops"
+        )
 
     def problem(self, counts: Counts) -> str | None:
         """Why the run has to stop after the step that was observed, and the remedy; None: it has not."""

@@ -195,8 +195,8 @@ class Run:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
-        self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), crowded)):
+        unsound = self.soundness.observe(result.batch.counts, result.applied)
+        for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:

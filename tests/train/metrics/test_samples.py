@@ -2,7 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from exgrpo.train.metrics.log_files import SAMPLES
 from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, read_samples, spread, to_line
 from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
 from exgrpo.train.run.recorder import Recorder
-from tests.train.fakes import LoneWorld
 from tests.train.trainers import half, make
 
 STEPS = 12
@@ -21,15 +19,7 @@ OUTPUT = {"trackers": (), "sample_groups": 2, "stories": 3}
 
 def recorder(trainer, folder, resources, position=None):
     folder.mkdir(exist_ok=True)
-    train_set = SimpleNamespace(questions=trainer.questions)
-    parts = SimpleNamespace(
-        world=LoneWorld(),
-        folder=folder,
-        config=trainer.config,
-        inputs=SimpleNamespace(train_set=train_set),
-        answerer=trainer.answerer,
-    )
-    return Recorder(parts, resources, position)
+    return Recorder(trainer, folder, resources, position)
 
 
 def results(**sections):

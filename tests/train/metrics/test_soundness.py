@@ -44,8 +44,7 @@ def test_three_steps_in_a_row_with_more_failures_than_are_borne_end_the_run(most
 def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
     soundness = Soundness(0.5)
     steps = [ten(failed=2, slow=5), ten(failed=4, slow=4), ten(failed=6, slow=2)]
-    for counts in steps:
-        soundness.observe(counts, (True,))
+    assert [soundness.observe(counts, (True,)) for counts in steps] == [None] * 3
     assert soundness.problem(steps[-1]) == (
         "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
         "'r': KeyError: 1. Mend the function, or bear more by --reward.max_failed"
@@ -65,13 +64,14 @@ def test_steps_that_overflow_fp16_are_told_with_their_loss_scales():
     assert "a loss scale of 65536, 32768; " in told
 
 
-def test_ten_skipped_optimiser_steps_in_a_row_end_the_run():
-    soundness = Soundness(0.5)
+def test_skipped_optimiser_steps_are_told_after_three_and_end_the_run_after_ten():
+    soundness, told = Soundness(0.5), []
     steps = [(True, False, False), (True,), (False, False), (), (False, False), (False,) * 4]
-    for applied in steps:  # one without an update neither counts nor breaks the row
-        soundness.observe(ten(), applied)
+    for applied in steps:
+        told.append(soundness.observe(ten(), applied) is not None)
         assert soundness.problem(ten()) is None
-    soundness.observe(ten(), (False,) * 2)
+    assert told == [False] * 4 + [True, False], "a step without an update is neither"
+    assert soundness.observe(ten(), (False,) * 2) is None
     assert "the last 10 optimiser steps were skipped" in soundness.problem(ten())
 
 
@@ -95,6 +95,7 @@ def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
         f"--output.folder={tmp_path}/runs",
     )
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "3 optimiser steps in a row were skipped" in " ".join(done.stdout.split())
     error = done.stderr.strip().splitlines()[-1]
     run = tmp_path / "runs" / "small"
     stopped = records(run)[-1]["step"]

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -176,8 +175,3 @@ def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
         first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
     assert first.held_out == second.held_out
     assert first.train != second.train
-
-
-def test_no_time_is_measured_by_the_clock_of_the_day_which_may_jump():
-    package = Path(program.__file__).parents[1]
-    assert not [path for path in package.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")]

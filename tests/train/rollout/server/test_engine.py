@@ -1,5 +1,6 @@
 """The server engine with real servers on CPUs, which run in processes of their own."""
 
+import json
 import logging
 
 import numpy as np
@@ -17,7 +18,7 @@ from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import requests_for
 from tests.train.fakes import LoneWorld
-from tests.train.launch import free_port
+from tests.train.launch import ROOT, completed, free_port
 from tests.train.rollout.ends import check_ends
 from tests.train.rollout.server.servers import LONGEST, Server
 from tests.train.rollout.vllm.installed import real
@@ -245,6 +246,20 @@ def test_weights_of_another_run_are_not_used(fleet, opened):
     other = opened(fleet.first)
     with pytest.raises(NoServerError, match="weights of another run"):
         sample(other)
+
+
+@pytest.mark.long
+def test_two_ranks_with_sharded_weights(fleet, tmp_path):
+    urls = [fleet.first.ready(), fleet.second.ready()]
+    worker = ROOT / "tests" / "train" / "ranks_worker.py"
+    completed(worker, str(fleet.models[True]), str(tmp_path), *urls, ranks=2)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for seen in ranks:
+        assert "rollout.servers: http://127.0.0.1:1 cannot be reached" in seen["unreachable"]
+        assert seen["before"] in ("NoServerError", "WeightMismatchError")  # by what other tests left behind
+        assert seen["after"] < 1e-5
+        assert seen["answers"] == 10
+        assert seen["differing"] == []
 
 
 def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(fleet, opened):
