@@ -150,13 +150,23 @@ def check_adapters(options: LoraConfig, source: ModelSource) -> None:
 def load_adapters(folder: str, model: PreTrainedModel) -> None:
     """Put saved adapters in the place of those that `add_adapters` has made; before ZeRO-3 cuts them.
 
+    All ranks call it together.
+
     Raises:
-        ModelError: see `read_adapters`.
+        ModelError: see `read_adapters`; or they were trained beside another head.
     """
     weights = read_adapters(folder, model)
+    heads = {key.removeprefix(PREFIX): weight for key, weight in _read(folder).items() if key.endswith(BASE_WEIGHT)}
     for name, parameter in model.named_parameters():
         if name in weights:
             parameter.data.copy_(weights[name])
+        if name in heads:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                same = torch.equal(parameter.data.cpu(), heads[name].to(parameter.dtype))
+            if not same:
+                raise ModelError(
+                    f"lora.path: {folder} has another {base_name(name)} than the model: take its own model"
+                )
 
 
 def adapted_model(source: ModelSource, options: LoraConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -99,9 +99,11 @@ class Answerer:
             for _, (question, count) in share
         ]
         grading = self.grader.begin()
-        generated = self.engine.generate(requests)
-        if self.conversations:
-            generated = self.conversations.generate(self.engine, requests, asked)
+        generated = (
+            self.conversations.generate(self.engine, requests, asked)
+            if self.conversations
+            else self.engine.generate(requests)
+        )
         answers: list[tuple[Finished, str]] = []
         problem: RolloutError | None = None
         start = time.perf_counter()

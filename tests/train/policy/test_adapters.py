@@ -184,6 +184,10 @@ def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp
     weights = load_file(adapters / WEIGHTS)
     first = next(name for name in weights if "lora" in name)
     save_file({**weights, first: weights[first] * float("nan")}, tmp_path / "nan" / WEIGHTS)
+    # Beside adapters of the head, peft also saves the head itself.
+    head = "base_model.model.lm_head.base_layer.weight"
+    other = options_of(shutil.copytree(adapters, tmp_path / "other"))
+    save_file({**weights, head: weights[head] + 1}, tmp_path / "other" / WEIGHTS)
     (tmp_path / "cut" / WEIGHTS).write_bytes((adapters / WEIGHTS).read_bytes()[:300])
     (tmp_path / "none" / WEIGHTS).unlink()
     for name, message in (
@@ -193,6 +197,9 @@ def test_weights_that_are_damaged_or_not_there_are_refused(folder, adapters, tmp
     ):
         with pytest.raises(ModelError, match=message):
             check_adapters(options[name], source)
+    check_adapters(other, source)
+    with pytest.raises(ModelError, match=r"has another lm_head\.weight than the model"):
+        Policy(tiny.config(folder, OBJECTIVE, lora=other.model_dump()), source, ALONE)
 
 
 IN_4_BITS = {"rank": 4, "alpha": 8, "quantised": "nf4"}
