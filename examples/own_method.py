@@ -1,6 +1,6 @@
 r"""An own method of replay, in two functions: hard questions first, and no answer more than twice.
 
-    python -m exgrpo.train.main --recipe builtin:countdown \
+    python exgrpo/train/main.py --recipe builtin:countdown \
         --experience.prioritise examples/own_method.py:hard_and_rare \
         --experience.expire retirement examples/own_method.py:worn_out
 

@@ -1,7 +1,7 @@
 """An own reward with a server: the expressions of answers are computed in a process away from the training.
 
     python examples/own_reward.py &     # the server; it needs the standard library alone
-    python -m exgrpo.train.main --recipe builtin:countdown --reward.function examples/own_reward.py:score
+    python exgrpo/train/main.py --recipe builtin:countdown --reward.function examples/own_reward.py:score
 
 The task is to make a number from others, as in "Make 17 from 14, 5, 15, 13." The server computes the expression of
 an answer and gives two parts: `right` (1 or 0) and `close` (up to 0.5, near the number). A reward of 1 or more is a

@@ -120,7 +120,7 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
             rows that are neither trained on nor stored.
         entropy: [T] fp32, its entropy in nats; NaN as `log_prob`.
         reference_log_prob: [T] fp32 of the policy that a divergence refers to; NaN: the row is not compared.
-        ratio_log_prob: [T] fp32 of the policy that importance ratios refer to, or `weighing.PRESENT`.
+        ratio_log_prob: [T] fp32 of the policy that importance ratios refer to, or `replay.contract.PRESENT`.
         factor: [T] fp32, of the advantage.
         kept: [T] the words that each token was drawn from, over which all of these log-probs and entropies are; not
             filled where rollouts are cut nowhere.
