@@ -116,7 +116,7 @@ HOST = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "node1"}
             {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", process.LAUNCHED: "--processes=2 --restarts=1"},
             "exgrpo train --processes=2 --restarts=1",
         ),
-        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, "deepspeed main.py"),
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, "deepspeed --hostfile HOSTFILE main.py"),
         (
             {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", **HOST},
             "torchrun --nnodes=2 --node_rank=0 --master_addr=node1 --nproc_per_node=2 main.py",

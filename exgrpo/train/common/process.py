@@ -96,7 +96,7 @@ def command_to_go_on(folder: Path) -> str:
 def _launcher_of_hosts(processes: str) -> list[str]:
     """The launcher of a run on several hosts as it is started on this one, and on the others by their own rank."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["deepspeed"]  # it knows them by its hostfile
+        return ["deepspeed", "--hostfile", "HOSTFILE"]  # the launcher does not tell its processes which file that is
     named = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR"}
     own = [f"--{option}={os.environ[name]}" for option, name in named.items()]
     return ["torchrun", *own, f"--nproc_per_node={processes}"]

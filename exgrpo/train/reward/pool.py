@@ -219,8 +219,8 @@ class Grader:
 
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
-        # Each process runs the main module again, as multiprocessing wants it: the server has the imports of it ready. It
-        # must not have the module itself, which runpy warns of where that is run by `python -m`.
+        # Each process runs the main module again, as multiprocessing wants it, and the server has the imports of it
+        # ready. It must not have the module itself: runpy warns of that in a program that is run by `python -m`.
         context.set_forkserver_preload(["exgrpo.train.reward.worker", "math_verify", "exgrpo.train.run.startup_checks"])
         pool = ProcessPool(
             max_workers=self._workers,
