@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.kernels import checks, linear_log_prob, linear_policy_loss, reference
+from exgrpo.kernels import checks, dispatch, linear_log_prob, linear_policy_loss, reference
 
 from .support import Case, assert_as_good, draw, fewer_interpreted, make_case, make_tokens, relative_error
 
@@ -22,6 +22,13 @@ SIZES = {
     "large": (100, 150),
     "every kind": (1, 0, 2, 211, 9, 1, 40, 17, 3),
 }
+
+
+@pytest.fixture(autouse=True)
+def both_kinds(request, monkeypatch):
+    """Of 211 words, sets of up to 13 are pairs and larger ones all logits, whatever is faster on a real head."""
+    if "backend" in request.fixturenames:
+        monkeypatch.setattr(dispatch.load(request.getfixturevalue("backend")), "KEPT_PART", 16)
 
 
 def everything(case: Case, tokens, log_prob, policy_loss, entropy_coef=0.1, **more):
@@ -173,7 +180,11 @@ def test_left_out_tokens_may_lack_their_targets(backend, device):
 
 
 def test_autocast(backend, device):
-    case = kept_case(SIZES["every kind"], torch.float32, device)
+    """Weights are rounded, and sums over the pairs of a word are not, however many they are."""
+    case = kept_case((0,), torch.float32, device, tokens=300, width=16, ignored=False)
+    case.target.fill_(5)
+    case.options["kept"] = draw(case, (2,))
+    case.weight.data.copy_(case.weight.data.bfloat16())  # Triton's interpreter does not round to the nearest
     with torch.autocast(device.type, torch.bfloat16):
         ours = case.log_prob(backend=backend)
         gradients = case.gradients(ours.log_prob.sum())
@@ -181,7 +192,7 @@ def test_autocast(backend, device):
     exact = rounded.log_prob(reference.linear_log_prob)
     torch.testing.assert_close(ours.log_prob.double(), exact.log_prob, rtol=1e-4, atol=1e-4)
     for mine, true in zip(gradients, rounded.gradients(exact.log_prob.sum()), strict=True):
-        assert relative_error(mine, true) < 1e-2
+        assert relative_error(mine, true) < 1e-5
 
 
 def wrong(kept, target):

@@ -194,7 +194,8 @@ class TritonKeptPasses(KeptPasses):
         """The sums of segments of pairs into, or onto, rows of ``out``."""
         if not len(begins):
             return
-        operand = self.compute if matrix.dtype == self.compute != self.weight.dtype else self.operand
+        # A weight alone is rounded here: hidden states are already, and sums of pieces stay as they are.
+        operand = self.operand if matrix is self.weight else self.compute
         with torch.cuda.device_of(out):
             segment_kernel[(len(begins), triton.cdiv(out.shape[1], DEPTH))](
                 matrix,
