@@ -31,6 +31,8 @@ from exgrpo.kernels.inputs import (
 )
 
 TOKENS, VOCABULARY = 33, 161
+OF_KEPT = 1031
+"""Vocabulary where there are kept sets: some of them are small parts of it, which a backend has kernels for."""
 CPU_COLUMNS = 256
 """On a CPU a wider head has so many columns, and its own remainder by 128: its kernels know no other difference."""
 UNLIKELY = 1
@@ -105,14 +107,15 @@ class HeadTrial(Trial):
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-        hidden, weight = normal(TOKENS, self.width), normal(VOCABULARY, self.width) / max(1, self.width) ** 0.5
+        vocabulary = OF_KEPT if self.kept else VOCABULARY
+        hidden, weight = normal(TOKENS, self.width), normal(vocabulary, self.width) / max(1, self.width) ** 0.5
         hidden[UNLIKELY] *= SPREAD
-        target = torch.randint(VOCABULARY, (TOKENS,), generator=generator, device="cpu")
+        target = torch.randint(vocabulary, (TOKENS,), generator=generator, device="cpu")
         target[UNLIKELY] = (weight @ hidden[UNLIKELY]).argmin()
         target[::7] = LEFT_OUT
         temperature = torch.arange(4, 4 + TOKENS, dtype=torch.float32, device="cpu") / 16 if self.temperature else None
-        bias = None if self.bias is None else self._rounded(normal(VOCABULARY), self.bias, exact)
-        kept = _kept(target, generator) if self.kept else None
+        bias = None if self.bias is None else self._rounded(normal(vocabulary), self.bias, exact)
+        kept = _kept(target, vocabulary, generator) if self.kept else None
         return Head(
             self._rounded(hidden, self.operand, exact),
             self._rounded(weight.to(self.stored).to(self.operand), self.stored, exact),
@@ -122,7 +125,7 @@ class HeadTrial(Trial):
                 temperature=None if temperature is None else temperature.to(self.device),
                 softcap=5.0 if self.softcap else None,
                 operand=EXACT if exact else self.operand,
-                shard=VocabShard.whole(VOCABULARY),
+                shard=VocabShard.whole(vocabulary),
                 kept=None if kept is None else Kept(*(values.to(self.device) for values in kept)),
             ),
         )
@@ -288,12 +291,12 @@ def head_trials(device: torch.device, dtype: torch.dtype, width: int) -> tuple[H
     return LogProbTrial(*shape), PolicyLossTrial(*shape)
 
 
-def _kept(target: Tensor, generator: torch.Generator) -> Kept:
+def _kept(target: Tensor, vocabulary: int, generator: torch.Generator) -> Kept:
     """Sets of SET_SIZES words, the targets among them."""
     sizes = torch.tensor(SET_SIZES, device="cpu").repeat(TOKENS)[:TOKENS]
-    drawn = torch.rand(TOKENS, VOCABULARY, generator=generator, dtype=torch.float32, device="cpu")
+    drawn = torch.rand(TOKENS, vocabulary, generator=generator, dtype=torch.float32, device="cpu")
     order = drawn.scatter(1, target.clamp(min=0).unsqueeze(1), -1).argsort(1)  # the targets first
-    words = order[torch.arange(VOCABULARY, device="cpu") < sizes.unsqueeze(1)]
+    words = order[torch.arange(vocabulary, device="cpu") < sizes.unsqueeze(1)]
     return Kept(words.int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0))))
 
 

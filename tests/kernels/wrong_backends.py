@@ -7,6 +7,7 @@ import torch
 from exgrpo.kernels import dispatch, group_advantage, policy_loss, sequence_entropy
 from exgrpo.kernels.chunks.softmax import PolicyRows
 from exgrpo.kernels.inputs import LogProb
+from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 from .support import make_case
@@ -22,24 +23,27 @@ def install(monkeypatch, **functions):
     monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
 
 
-def passes_with(**methods):
+def passes_with(base=TorchPasses, of="passes_of", **methods):
     """Passes of plain torch with some methods of their own; each gets what the right one returns."""
 
     def method(name, change):
-        return lambda self, *given, **more: change(getattr(TorchPasses, name)(self, *given, **more))
+        return lambda self, *given, **more: change(getattr(base, name)(self, *given, **more))
 
-    kind = type("Changed", (TorchPasses,), {name: method(name, change) for name, change in methods.items()})
-    return {"passes_of": kind}
-
-
-def case(dtype=torch.float32):
-    return make_case(20, 16, 40, dtype, "cpu", ignored=False)
+    return {of: type("Changed", (base,), {name: method(name, change) for name, change in methods.items()})}
 
 
-def head_call(backend="auto"):
-    inputs = case()
+def case(**options):
+    return make_case(20, 16, 40, torch.float32, "cpu", ignored=False, **options)
+
+
+def head_call(backend="auto", **options):
+    inputs = case(**options)
     result = inputs.log_prob(backend=backend)
     return (*result, *inputs.gradients(result.log_prob.sum()))
+
+
+def kept_call():
+    return head_call(kept=(2, 0, 5))
 
 
 def loss_call(backend="auto"):
@@ -77,6 +81,10 @@ def row_of(log_prob=None, ratio=None):
 PLACES = {
     "log_prob": (head_call, lambda bad: passes_with(finished=row_of(log_prob=bad))),
     "gradient": (head_call, lambda bad: passes_with(gradient=bad)),
+    "gradient over kept sets": (
+        kept_call,
+        lambda bad: {"KEPT_PART": 256, **passes_with(KeptPasses, "kept_passes_of", gradient=bad)},  # as Triton has it
+    ),
     "ratio": (loss_call, lambda bad: passes_with(policy=row_of(ratio=bad))),
     "gradient of the loss": (loss_call, lambda bad: passes_with(gradient=bad)),
     "tokens": (token_call, lambda bad: {"token_objective": lambda *a: after(TORCH.token_objective(*a), bad)}),
