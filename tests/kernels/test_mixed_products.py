@@ -74,7 +74,9 @@ def multiplied(monkeypatch):
     """Operands' dtypes of the products so far; see `mm` and `addmm`."""
     seen = []
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(products, "multiplies_into_float32", lambda device, dtype: dtype in HALVES)
+        monkeypatch.setattr(
+            products, "multiplies_into_float32", lambda device, dtype: device == DEVICE and dtype in HALVES
+        )
         monkeypatch.setattr(torch, "mm", lambda a, b, **more: imitated(seen, None, a, b, **more))
         monkeypatch.setattr(torch, "addmm", lambda c, a, b, **more: imitated(seen, c, a, b, **more))
     return seen

@@ -20,9 +20,10 @@ from exgrpo.kernels.inputs import Head, compute_dtype
 
 
 @functools.cache
-def multiplies_into_float32(device_type: str, dtype: torch.dtype) -> bool:
+def multiplies_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has a product of two ``dtype`` matrices with a float32 result."""
-    probe = torch.ones(16, 16, dtype=dtype, device=device_type)
+    # On this one GPU, not on "cuda": a thread begins with the first one, and would take memory there.
+    probe = torch.ones(16, 16, dtype=dtype, device=device)
     try:
         return torch.mm(probe, probe, out_dtype=torch.float32).dtype == torch.float32
     except (NotImplementedError, TypeError):  # no such kernel, or a torch without the argument
@@ -97,7 +98,7 @@ def unit_of(head: Head, *upstream: Tensor | float | None) -> Tensor | None:
 
 def has_narrow_range(weight: Tensor, operand: torch.dtype) -> bool:
     """Whether the products' operands are float16."""
-    return operand == torch.float16 and multiplies_into_float32(weight.device.type, operand)
+    return operand == torch.float16 and multiplies_into_float32(weight.device, operand)
 
 
 class Products:
@@ -111,7 +112,7 @@ class Products:
         self.operand = operand
         self.memory = memory
         self.compute = compute_dtype(operand)
-        self.mixed = operand != self.compute and multiplies_into_float32(weight.device.type, operand)
+        self.mixed = operand != self.compute and multiplies_into_float32(weight.device, operand)
         """Whether 16-bit operands are multiplied into float32."""
         self.copied = self.mixed and weight.dtype != operand
         self.weight = weight.to(operand) if self.copied else weight
