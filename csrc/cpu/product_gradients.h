@@ -109,6 +109,7 @@ inline void hidden_gradient(const Bfloat16Matrix& gradient, const Bfloat16Matrix
   int64_t blocks = ceil_divide(rows, kRowBlock);
   while (blocks * groups % parallel.threads != 0 && blocks * kTileRows < rows) ++blocks;
   const int64_t step = round_up(ceil_divide(rows, blocks), kTileRows);
+  blocks = ceil_divide(rows, step);  // of whole tiles, fewer may have all rows
   for_parts(parallel, blocks * groups, [&](int64_t begin, int64_t end) {
     const HiddenGradient part(gradient, weight, total);
     for (int64_t i = begin; i < end; ++i) {

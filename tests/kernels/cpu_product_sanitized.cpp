@@ -127,7 +127,7 @@ void products(int64_t rows, int64_t width, int64_t vocabulary, int64_t gap) {
 
 int main() {
   for (const int64_t gap : {0, 3}) {
-    for (const int64_t rows : {1, 2, 11, 12, 13, 70}) {
+    for (const int64_t rows : {1, 2, 11, 12, 13, 100}) {
       for (const int64_t width : {1, 2, 31, 32, 33, 100}) {
         for (const int64_t vocabulary : {1, 15, 32, 33, 97, 601}) products(rows, width, vocabulary, gap);
       }

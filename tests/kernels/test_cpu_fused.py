@@ -98,6 +98,15 @@ def test_policy_loss(options, entropy_coef, made, monkeypatch):
     assert set(made) == {cpu_fused.FusedCpuPasses}
 
 
+def test_any_number_of_threads(set_threads):
+    """Whole tiles for each of them may be more than there are rows."""
+    gradient, weight = torch.rand(100, 101).bfloat16(), torch.rand(101, 16).bfloat16()
+    expected = OPERATORS.product_hidden_gradient(gradient, weight)
+    for threads in (3, 7):
+        set_threads(threads)
+        assert torch.equal(OPERATORS.product_hidden_gradient(gradient, weight), expected)
+
+
 def test_a_large_vocabulary():
     """Sums of 150,000 terms have no error of their own."""
     case = make_case(24, 64, 151_936, torch.bfloat16, "cpu", ignored=False)
