@@ -73,7 +73,7 @@ class ChunkedHead:
         self.options = head.options
         self.shard = head.options.shard
         self.dtype = compute_dtype(self.options.operand)
-        self.order, self.count, self.active = _walk(head.target != LEFT_OUT, active, self.options.counts)
+        self.order, self.count, self.active = order_of(head.target != LEFT_OUT, active, self.options.counts)
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
         number = torch.arange(self.count, device=head.target.device)
         self.target = Targets(*self.shard.locate(self.of_tokens(head.target).unsqueeze(1)), number)
@@ -98,11 +98,6 @@ class ChunkedHead:
         """Those of some tokens of the walk, see `Chunk`."""
         given = self.options.temperature
         return None if given is None else self.of_tokens(given, rows).to(self.dtype).contiguous()
-
-    @staticmethod
-    def check_counts(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int]) -> None:
-        """As a walk over all tokens [T] checks what the caller has said."""
-        _walk(taking_part, active, counts)
 
     def of_tokens(self, values: Tensor, rows: slice = slice(None)) -> Tensor:
         """The entries of per-token values [T, ...] in the order of the walk."""
@@ -208,8 +203,13 @@ def packing(kept: Tensor) -> Tensor:
     return order
 
 
-def _walk(taking_part: Tensor, active: Tensor | None, counts: tuple[int, int] | None) -> tuple[Tensor | None, int, int]:
-    """Order, length and number of active tokens of a walk; ``active`` [T] bool, None: all that take part."""
+def order_of(
+    taking_part: Tensor, active: Tensor | None, counts: tuple[int, int] | None
+) -> tuple[Tensor | None, int, int]:
+    """Order, length and number of active tokens of a walk; ``active`` [T] bool, None: all that take part.
+
+    ``counts``, what the caller has said of both numbers, are checked.
+    """
     first = taking_part if active is None else taking_part & active
     found = torch.stack((taking_part, first)).sum(1)
     if counts is None:

@@ -87,18 +87,14 @@ def unit_of(head: Head, *upstream: Tensor | float | None) -> Tensor | None:
     Where gradients of a token mean, around 1e-7, are beyond the range of the operands of their products, it is the
     power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All that is made of them has that unit then.
     """
-    if not has_narrow_range(head.weight, head.options.operand):
+    operand = head.options.operand
+    if operand != torch.float16 or not multiplies_into_float32(head.weight.device, operand):
         return None
-    zero = head.weight.new_zeros(1, dtype=compute_dtype(head.options.operand))
+    zero = head.weight.new_zeros(1, dtype=compute_dtype(operand))
     given = (v if isinstance(v, Tensor) else zero.new_full((), v) for v in upstream if v is not None)
     largest = torch.cat([zero, *(values.to(zero.dtype).flatten() for values in given)]).abs().amax()
     exponent = torch.frexp(largest).exponent.clamp(-FARTHEST, FARTHEST)
     return torch.ldexp(torch.ones_like(largest), -exponent - HEADROOM)
-
-
-def has_narrow_range(weight: Tensor, operand: torch.dtype) -> bool:
-    """Whether the products' operands are float16."""
-    return operand == torch.float16 and multiplies_into_float32(weight.device, operand)
 
 
 class Products:

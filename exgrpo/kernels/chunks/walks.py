@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, packing, positions
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, order_of, packing, positions
 from exgrpo.kernels.chunks.passes import Backend, Passes, PassesOf
 from exgrpo.kernels.chunks.products import unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
@@ -39,7 +39,7 @@ def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
     sizes = options.kept.offsets.diff()
     taking = head.target != LEFT_OUT
     if options.counts is not None:
-        ChunkedHead.check_counts(taking, active, options.counts)
+        order_of(taking, active, options.counts)  # which checks them
     whole, large = taking & (sizes == 0), taking & (sizes > max(1, options.shard.vocabulary // backend.KEPT_PART))
     of_whole, of_large, count = torch.stack((whole.sum(), large.sum(), taking.sum())).tolist()
     options = replace(options, counts=None)

@@ -69,9 +69,8 @@ class TritonPasses(ByFormulas):
         self.products = head.products
         bias = head.head.bias
         self.bias = None if bias is None else bias.contiguous()
-        self.softcap = head.options.softcap
+        self.softcap = cap = head.options.softcap
         # By a tensor: a number would be rounded to float32 on its way.
-        cap = self.softcap
         self._cap = None if cap is None else head.head.weight.new_full((1,), cap, dtype=head.dtype)
         self._buffer: Tensor | None = None
         self._narrow: Tensor | None = None
