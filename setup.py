@@ -153,22 +153,18 @@ def nvcc() -> str | None:
     return shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
 
 
+def cuda_command(source: Path, made: Path) -> list[str]:
+    """What compiles a source for the target."""
+    return [str(nvcc()), *CUDA_FLAGS, "-gencode", CUDA_TARGET, "-c", str(source), "-o", str(made)]
+
+
 @cache
 def cuda_failure() -> str:
     """What keeps nvcc from compiling for the target, in its words; empty where nothing does."""
     with TemporaryDirectory() as folder:
         probe = Path(folder, "probe.cu")
         probe.write_text(CUDA_PROBE, encoding="utf-8")
-        command = [
-            str(nvcc()),
-            *CUDA_FLAGS,
-            "-gencode",
-            CUDA_TARGET,
-            "-c",
-            str(probe),
-            "-o",
-            str(probe.with_suffix(".o")),
-        ]
+        command = cuda_command(probe, probe.with_suffix(".o"))
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if not done.returncode:
         return ""
@@ -209,7 +205,7 @@ def cpu_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
     """The command for each object of the kernels for GPUs, and the object."""
     made = folder / f"{Path(CUDA_SOURCE).stem}.cuda.o"
-    yield [str(nvcc()), *CUDA_FLAGS, "-gencode", CUDA_TARGET, "-c", str(ROOT / CUDA_SOURCE), "-o", str(made)], made
+    yield cuda_command(ROOT / CUDA_SOURCE, made), made
 
 
 def execute(command: list[str]) -> None:

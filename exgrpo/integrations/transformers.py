@@ -106,7 +106,9 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None
     tokens = _compared_tokens(model)
     with _evaluating(model):
         logits = model(input_ids=tokens).logits
-        _install(model, head, measure(model, direct=False, memory=memory), backend)
+        logit_map = measure(model, direct=False, memory=memory)
+        vars(model)[MARK] = _PatchedModel(replace_forward(model, _model_forward), head, logit_map, backend)
+        open_head(head)
         try:
             result = model(input_ids=tokens, labels=tokens)
             _compare(LogProb(result.log_prob, result.entropy), logits, tokens, type(model).__name__)
@@ -194,12 +196,6 @@ def _own_loss(
         items = items.to(log_prob.device)
     loss = -log_prob.sum() / items
     return loss if aux_loss is None else loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
-
-
-def _install(model: nn.Module, head: nn.Module, logit_map: LogitMap, backend: str) -> None:
-    forward = replace_forward(model, _model_forward)
-    vars(model)[MARK] = _PatchedModel(forward, head, logit_map, backend)
-    open_head(head)
 
 
 def _head(model: Any) -> nn.Module:

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -36,11 +36,8 @@ class Complaint(NamedTuple):
     expected: str
 
 
-class Check(Protocol):
-    """Finds what is wrong with a setting."""
-
-    def __call__(self, where: Where, key: str, value: object) -> Iterator[Complaint]:
-        """The complaints about ``key = value`` in a section."""
+Check = Callable[[Where, str, object], Iterator[Complaint]]
+"""The complaints about a key and its value in a section."""
 
 
 @dataclass(frozen=True)

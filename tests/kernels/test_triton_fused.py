@@ -15,6 +15,7 @@ from exgrpo.kernels.triton_chunks import fused_product, launch, triton_fused, tr
 
 from .conftest import DEVICE
 from .support import coarsen, compare, error, fewer_interpreted, make_case, make_tokens
+from .test_extremes import check_impossible_targets
 
 
 @pytest.fixture(params=["bfloat16", "float16"])
@@ -103,18 +104,7 @@ def test_words_ruled_out_by_the_bias(dtype, device):
 
 
 def test_impossible_targets_and_certain_ones(dtype, device):
-    """Targets 100 nats below the best word, whose exponentials would overflow, beside nearly certain ones."""
-    case = make_case(20, 32, 60, dtype, device, ignored=False)
-    with torch.no_grad():
-        likely = case.hidden[:10] + 20 * case.weight[case.target[:10]]
-        unlikely = case.hidden[10:] - 100 * case.weight[case.target[10:]] / case.weight.norm(dim=1).mean()
-        case.hidden.copy_(torch.cat((likely, unlikely)))
-
-    def call(some, backend):
-        log_prob, entropy = some.log_prob(linear_log_prob, backend=backend)
-        return [log_prob.detach(), entropy.detach()], some.gradients(log_prob.sum())
-
-    compare(call, case, "triton")
+    check_impossible_targets(dtype, "triton", device)
 
 
 def test_a_cap_takes_the_librarys_product(dtype, device, made):

@@ -7,13 +7,7 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.cuda_chunks.binding import Call, ProductArguments
-from exgrpo.kernels.triton_chunks.fused_product import (
-    AnchoredRows,
-    FusedProduct,
-    Operands,
-    aligned,
-    partial_bytes,
-)
+from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Operands, aligned, partial_bytes
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
@@ -56,8 +50,7 @@ class FusedCudaPasses(FusedTritonPasses):
 def fits(operands: Operands, out: Tensor | None) -> bool:
     """Whether the product can describe the matrices: bf16, aligned, not empty."""
     matrices = [operands.hidden, operands.weight, *([] if out is None else [out])]
-    described = all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
-    return described and operands.weight.numel() > 0
+    return all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
 
 
 def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, partial: Tensor) -> Call:
