@@ -175,17 +175,12 @@ def with_predictions(record: Record) -> Record:
     return replace(record, rows=rows)
 
 
-def stem_of(date: str, device: str) -> str:
-    """What the names of a machine's files of one day begin with."""
-    return f"{date}_{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}"
-
-
 def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
     record = with_predictions(record)
-    stem = stem_of(record.date, record.machine.device)
+    stem = f"{record.date}_{re.sub(r'[^a-z0-9]+', '-', record.machine.device.lower()).strip('-')}"
     folder.mkdir(parents=True, exist_ok=True)
     draw(record.rows, folder / f"{stem}.svg")
     write_record(record, folder / f"{stem}.json")

@@ -13,28 +13,14 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    PhiConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PhiConfig, Qwen3MoeConfig
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import FusedLossMixin
 from exgrpo.integrations.trl_loss import use_kernels
-from tests.integrations.trl_trainers import (
-    ACCUMULATION,
-    COMPLETION,
-    Outcome,
-    grpo,
-    outcome,
-    tokenizer,
-)
+from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, Outcome, grpo, outcome, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -43,8 +43,7 @@ def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     values = scored.log_prob
     surrogate = surrogate_of(given)
     taken = dispatch.take(given["backend"], TokenTrial.of(scored, surrogate), values.numel())
-    sums, per_token, coefficient = taken.token_objective(scored, surrogate)
-    return sums, per_token, coefficient
+    return (*taken.token_objective(scored, surrogate),)
 
 
 @token_objective.register_fake
