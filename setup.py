@@ -4,8 +4,8 @@ Two environment variables say what is wanted, each auto, force or skip:
 
 - EXGRPO_BUILD: the extension for CPUs. auto builds it where a C++17 compiler and torch are there, and says once if they
   are not: the package is pure Python then.
-- EXGRPO_CUDA: the kernels for GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME and works, and says once if
-  it does not. Architectures that it does not know are left out, and named.
+- EXGRPO_CUDA: the kernels for Hopper GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME and knows these, and
+  says once if it does not.
 
 The extension uses LibTorch's stable ABI: one file for every torch from 2.10 on and every Python from 3.11 on. It is
 built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .` That
