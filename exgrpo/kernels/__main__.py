@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     wrong = False
     for device in map(torch.device, kinds):
-        default = dispatch.automatic(device, torch.float32, backend_choice.LARGE + 1)
+        defaults = {dtype: dispatch.automatic(device, dtype, backend_choice.LARGE + 1) for dtype in TOLERANCES}
         for name in dispatch.BACKENDS:
             reason = dispatch.unavailable(name, device)
             if reason:
@@ -60,9 +60,11 @@ def main(argv: Sequence[str]) -> int:
                 continue
             right = all(error < TOLERANCES[dtype] for dtype, error in errors.items())
             wrong |= not right
-            found = ", ".join(f"{dtype_name(dtype)} {error:.1e}" for dtype, error in errors.items())
-            verdict = f"{'right' if right else 'WRONG'}, {found}{', the default' * (name == default)}"
-            print(f"{device.type:5} {name:7} {verdict}")
+            found = ", ".join(
+                f"{dtype_name(dtype)} {error:.1e}{' (the default)' * (defaults[dtype] == name)}"
+                for dtype, error in errors.items()
+            )
+            print(f"{device.type:5} {name:7} {'right' if right else 'WRONG'}, {found}")
     return int(wrong)
 
 
