@@ -9,9 +9,11 @@ Files
 import csv
 import glob
 import io
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,7 +126,7 @@ def local_files(source: str) -> list[Path]:
     Raises:
         DataError: there are none, and it is no such name; or it is a folder, or a file of another kind.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     with os_errors_as(DataError, f"{source} cannot be read"):
         is_file, is_folder = path.is_file(), path.is_dir()
     if is_file:
@@ -254,23 +256,24 @@ def _delimiter(text: str, reading: Reading) -> str:
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    records = csv.DictReader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
+    records = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
     try:
-        records.fieldnames = [name.strip() for name in records.fieldnames or ()]
+        names = [name.strip() for name in next(records, [])]
     except csv.Error as error:
         raise DataError(f"{path}: the line of its columns is not valid CSV: {error}") from error
-    if not records.fieldnames:
+    if not names:
         return
-    _read_columns(list(records.fieldnames), path, reading)
+    _read_columns(names, path, reading)
     while True:
-        line = records.reader.line_num + 1
+        line = records.line_num + 1
         try:
-            row = next(records, None)
-            if row is None:
+            cells = next(records, None)
+            if cells is None:
                 return
-            if None in row:
-                raise DataError(f"has more cells than the {len(records.fieldnames)} columns that the first line names")
-            yield parse_row({name: cell or None for name, cell in row.items()}, path.stem, reading)
+            if len(cells) > len(names):
+                raise DataError(f"has more cells than the {len(names)} columns that the first line names")
+            if cells:
+                yield parse_row({name: cell or None for name, cell in zip_longest(names, cells)}, path.stem, reading)
         except csv.Error as error:
             yield _BadRow(f"{path} line {line}", f"not valid CSV: {error}")
         except DataError as error:
