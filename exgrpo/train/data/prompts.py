@@ -112,9 +112,9 @@ class PromptFormat:
         """Whether these settings suit each other. Raises DataError as `check` does."""
         self._check_text()
         if self.system_prompt is not None and self.keep_system:
-            raise DataError("system_prompt and keep_system exclude each other")
+            raise DataError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.chat and (self.system_prompt is not None or self.keep_system):
-            raise DataError("a prompt without chat template has no system message: put the text into prompt_format")
+            raise DataError("data.chat=False has no place for a system message: put it into data.prompt_format")
 
     def _check_text(self) -> None:
         text = self.prompt_format

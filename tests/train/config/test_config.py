@@ -137,11 +137,6 @@ def test_a_recipe_builds_on_its_base(tmp_path):
     assert (config.steps, config.experience.ratio, config.experience.mu) == (7, 0.0, 0.3)
 
 
-def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
-    config = parse_args(["--experience.ratio", "0.75", "--objective.clip", "0.1", "0.3", "--data.test", "None"])
-    assert load_recipe(write(tmp_path, to_yaml(config))) == config
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -153,7 +148,6 @@ def test_the_resolved_configuration_is_a_recipe_that_repeats_the_run(tmp_path):
         ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a linear or cosine schedule falls to it from lr \("),
         ("optimizer.micro_batch_tokens: 100", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("rollout.max_tokens: 70000", "rollout.batch_tokens .* one sequence must fit"),
-        ("data: {chat: false, system_prompt: hi}", "data.chat=False has no place for a system message"),
         (
             "objective.train_on: hard\nexperience.bucket_by: reward_deviation",
             "objective.train_on=hard is a band of success rates",
@@ -185,11 +179,6 @@ def test_recipes_that_cannot_be_read_are_named(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_recipe(write(tmp_path, text))
     assert str(tmp_path) in str(error.value)
-
-
-def test_a_missing_recipe_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.yaml: no such recipe"):
-        parse_args(["--recipe", str(tmp_path / "nowhere.yaml")])
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_prompts_by_name():
     for changes in ({"system_prompt": "Be brief."}, {"keep_system": True}):
         with pytest.raises(DataError, match="open_r1 brings a system message: leave system_prompt and keep_system out"):
             named("open_r1", **changes)
-    with pytest.raises(DataError, match="no system message"):
+    with pytest.raises(DataError, match="no place for a system message"):
         named("reasoning_gym", chat=False).check_settings()
 
 
@@ -267,7 +267,7 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
         (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),
         (TOKENIZER, {"system_prompt": "a", "keep_system": True}, "exclude each other"),
-        (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no system message"),
+        (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no place for a system message"),
         (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
     ],
 )
