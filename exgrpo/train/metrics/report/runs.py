@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from exgrpo.train.common.errors import ReportError
+from exgrpo.train.common.errors import ConfigError, ReportError
+from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind, Record, read_records
 from exgrpo.train.metrics.report.figures import Columns, half_width, mean_curve, readable
@@ -78,8 +78,8 @@ def load_run(folder: Path, name: str) -> RunData:
         reason = "it is damaged" if unreadable else "nothing happened in this run"
         raise ReportError(f"{folder}: {METRICS} holds no readable record; {reason}")
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError):
         config = None
     try:
         samples = tuple(read_samples(folder / SAMPLES))
