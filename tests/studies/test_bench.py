@@ -10,7 +10,7 @@ from studies.bench import Options
 from studies.results import ResultFile
 from studies.statistics import welch
 from studies.study import load_study
-from tests.studies.plans import PLAN, result, write
+from tests.studies.plans import result, write
 
 SEARCH = {"over": {"optimizer.lr": [1e-4, 2e-4, 4e-4]}, "trials": 3, "seeds": [100]}
 ARMS = {
@@ -179,4 +179,3 @@ def test_the_intervals_of_a_verdict_are_those_of_welch_and_hold_what_they_say():
     assert np.mean(missed) < 0.035
     assert welch([np.ones(5)], [np.ones(5)], 0.95).excludes(0) is False
     assert str(welch([np.ones(4)], [np.zeros(5)], 0.95)) == "1.000"
-    assert PLAN["baseline"] == "without"
