@@ -199,16 +199,14 @@ def parquet_values(
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
-        for batch in file.iter_batches(batch_size=rows, columns=read):
-            cells = [_cells(column, arrays) for column in batch.columns]
-            yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
+            for batch in file.iter_batches(batch_size=rows, columns=read):
+                cells = [_cells(column, arrays) for column in batch.columns]
+                yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
     except DataError:
         raise
-    except (
-        Exception
-    ) as error:  # beside errors of the format, texts that are no UTF-8 and dates that Python does not have
+    except Exception as error:  # not of the format alone: of texts that are no UTF-8, of dates that Python lacks
         raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
 
 

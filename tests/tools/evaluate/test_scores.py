@@ -147,8 +147,6 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
             ["m", "--data.test", "d", "--max-tokens=5"],
             "unknown option --max_tokens; did you mean --rollout.max_tokens?",
         ),
-        (["m", "--data", "d"], "--data is a section: give one of its options, --data.test, "),
-        (["m", "--data.test=d", "--reward.sucess=1"], "--reward.sucess; did you mean --reward.success?"),
         (["m", "--data.test=d", "--rollout.top-p=2"], "rollout.top_p: Input should be less than or equal to 1"),
     ],
 )

@@ -10,12 +10,12 @@ import pytest
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config, ExperienceConfig, held_out_sets
 from exgrpo.train.config.recipe import IN_RECIPES, load_recipe, parse_args, read_recipe, to_yaml
-from exgrpo.train.config.section import known_keys
+from exgrpo.train.config.section import flat, known_keys
 from exgrpo.train.reward.names import resolve_reward, reward_of
 
 
-def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
-    path = folder / name
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
     path.write_text(text)
     return path
 
@@ -115,26 +115,12 @@ def test_words_that_cannot_be_left_or_told_are_refused(arguments, message):
         parse_args(arguments)
 
 
-def flat(values, prefix=""):
-    items = {}
-    for key, value in values.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return items
-
-
 def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
     recipe = write(tmp_path, f"base: {DEFAULT_RUN}\nsteps: 7\nexperience.ratio: 0.25\noptimizer.lr: 1.0e-6\n")
     config = parse_args(["--recipe", str(recipe), "--experience.ratio", "0.75", "--objective.clip", "None"])
     assert (config.steps, config.experience.ratio, config.optimizer.lr) == (7, 0.75, 1e-6)
     assert config.objective.clip is None
     assert config.experience.mu == ExperienceConfig().mu
-
-
-def test_a_recipe_builds_on_its_base(tmp_path):
-    text = "policy.path: m\ndata: {train: q}\nsteps: 7\nexperience: {ratio: 0.25, mu: 0.3}\n"
-    write(tmp_path, text, "base.yaml")
-    config = load_recipe(write(tmp_path, "base: base.yaml\nexperience.ratio: 0.0\n"))
-    assert (config.steps, config.experience.ratio, config.experience.mu) == (7, 0.0, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,6 @@ def test_names_within_a_value_may_hold_dots(tmp_path):
     config = configured({"reward": {"parts": {"format.tags": 0.2}}})
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
-    (tmp_path / "config.yaml").write_text("base: part.yaml\nreward.parts: {format.tags: 0.2}\ndata.train: q\n")
-    (tmp_path / "part.yaml").write_text("reward: {parts: {right.at all: 1}}\npolicy.path: m\n")
-    assert load_recipe(tmp_path / "config.yaml").reward.parts == {"right.at all": 1, "format.tags": 0.2}
 
 
 def test_overrides_that_are_no_values_are_one_line():

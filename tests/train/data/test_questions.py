@@ -142,16 +142,10 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
-def test_malformed_truncated_and_foreign_parquet(tmp_path):
+def test_malformed_rows_of_parquet_are_numbered(tmp_path):
     path = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
     with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
-        load(str(path), TOKENIZER, max_prompt_tokens=100)
-    pq.write_table(pa.table({"text": ["a"]}), path)
-    with pytest.raises(ValueError, match=r"has none of the columns .*; it has text"):
-        load(str(path), TOKENIZER, max_prompt_tokens=100)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
