@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,17 +60,6 @@ def processes() -> int:
     import torch
 
     return ON_CPU if device().type == "cpu" else torch.cuda.device_count()
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the installed `PACKAGES`."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def hardware() -> list[str]:

@@ -55,7 +55,7 @@ def read_rows(
     names: Mapping[str, str] | None = None,
     reward: str | None = None,
 ) -> list[Row]:
-    """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
+    """All rows of `source`, with these columns; see exgrpo.train.data.questions.load_questions for the rest."""
     rows = _rows(source, split, limit, seed, Reading(columns, names or {}))
     return rows if reward is None else [replace(row, reward=reward) for row in rows]
 

@@ -99,7 +99,8 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
         tested = _held_out(record.kind, numbers)
         if record.kind == "training":
             if step < last:
-                training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))
+                before = [{n: row for n, row in rows.items() if n <= step} for rows in (training, held_out, merged)]
+                training, held_out, merged = before
             last = step
             training[step] = {**training.get(step, {}), **numbers}
         if tested:
@@ -121,10 +122,6 @@ def _held_out(kind: Kind, numbers: Numbers) -> Numbers:
     named = {key.partition("/")[0] for key in numbers if key.endswith("/pass_rate")} if kind == "evaluation" else set()
     headings = {*HELD_OUT, *named}
     return {key: value for key, value in numbers.items() if key.partition("/")[0] in headings}
-
-
-def _until(step: int, rows: dict[int, Numbers]) -> dict[int, Numbers]:
-    return {other: row for other, row in rows.items() if other <= step}
 
 
 def _columns(rows: dict[int, Numbers]) -> Columns:
