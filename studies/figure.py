@@ -33,8 +33,8 @@ STYLE: dict[Any, Any] = {
 ROWS: tuple[Literal["pass_at_1", "pass_at_k"], ...] = ("pass_at_1", "pass_at_k")
 
 
-def figure(findings: Findings, cost: str = "generated_tokens", rows: Sequence[str] = ROWS) -> str:
-    """An SVG file: held-out scores against a cost, as means over seeds with 95 % intervals (Student's t)."""
+def figure(findings: Findings, rows: Sequence[str] = ROWS) -> str:
+    """An SVG file: held-out scores against generated tokens, as means over seeds with 95 % intervals (Student's t)."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": findings.study.name}):
         tasks = findings.tasks
         size = (WIDTH * len(tasks), HEIGHT * len(rows) + LEGEND)
@@ -42,11 +42,11 @@ def figure(findings: Findings, cost: str = "generated_tokens", rows: Sequence[st
         plots = drawn.subplots(len(rows), len(tasks), squeeze=False, sharex="col")
         for row, name in enumerate(rows):
             for column, task in enumerate(tasks):
-                _draw(plots[row][column], findings, task, name, cost)
+                _draw(plots[row][column], findings, task, name)
             plots[row][0].set_ylabel(findings.score_name(name))
         for column, task in enumerate(tasks):
             plots[0][column].set_title(task, loc="left", fontsize=10)
-            plots[-1][column].set_xlabel(cost.replace("_", " "))
+            plots[-1][column].set_xlabel("generated tokens")
             plots[-1][column].xaxis.set_major_formatter(EngFormatter(sep=""))
         handles, labels = plots[0][0].get_legend_handles_labels()
         drawn.legend(handles, labels, loc="outside upper left", ncols=max(1, round(size[0] / 1.8)))
@@ -56,8 +56,9 @@ def figure(findings: Findings, cost: str = "generated_tokens", rows: Sequence[st
         return buffer.getvalue()
 
 
-def _draw(plot: Axes, findings: Findings, task: str, name: str, cost: str) -> None:
-    lines = [mean_curve([dict(run.curves) for run in arm.runs[task]], cost, name) for arm in findings.arms]
+def _draw(plot: Axes, findings: Findings, task: str, name: str) -> None:
+    runs = [[dict(run.curves) for run in arm.runs[task]] for arm in findings.arms]
+    lines = [mean_curve(of_arm, "generated_tokens", name) for of_arm in runs]
     for number, (arm, line) in enumerate(zip(findings.arms, lines, strict=True)):
         shape = MARKERS[number // len(COLOURS) % len(MARKERS)]
         plot.plot(line.x, line.y, label=arm.name, color=_colour(number), marker=shape, markersize=3, linewidth=1.6)

@@ -167,7 +167,8 @@ def _costs(findings: Findings, task: str) -> Table:
     for arm in findings.arms:
         ratios = ["" if arm is base else _ratio(findings.cost_ratio(arm, cost, task)) for cost in COUNTED]
         ratios.append("" if arm is base else findings.break_even(arm, task).text(".2g"))
-        chosen = ", ".join(f"{key} {value:g}" for key, value in arm.chosen[task].items())
+        values = {key: f"{of:g}" if isinstance(of, float) else of for key, of in arm.chosen[task].items()}
+        chosen = ", ".join(f"{key} {value}" for key, value in values.items())
         cut = " (its trials were at their end)" if task in arm.cut else ""
         rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen + cut])
     text = (

@@ -47,7 +47,7 @@ def write(findings: Findings, folder: Path, scores: Sequence[str] = ROWS) -> Non
     """
     Console().print(*summary(findings))
     Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
-    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings, rows=scores))):
+    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings, scores))):
         path = folder / f"{findings.study.name}{ending}"
         with os_errors_as(OutputError, f"{path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)

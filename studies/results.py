@@ -50,7 +50,7 @@ class Result:
         date: on which it ended, YYYY-MM-DD.
         versions: of the packages that decide over its numbers.
         processor: its name.
-        seconds: from the start of the program to its end.
+        seconds: of training and of evaluations.
         curves: [evaluations] numbers at the evaluations, by name: "step", `COSTS`, "pass_at_1", "pass_at_k",
             "distinct_at_k" of the k answers to each held-out question, and "train/" with `TRAINING`; NaN: none.
     """
@@ -71,7 +71,7 @@ class Result:
         return json.dumps(plain, separators=(",", ":"))
 
     @classmethod
-    def of_line(cls, line: str) -> "Result":
+    def of_line(cls, line: str | bytes) -> "Result":
         """The result that a line says; a ValueError, KeyError or TypeError where it says none."""
         plain = json.loads(line)
         curves = {name: np.array(values, np.float64) for name, values in plain["curves"].items()}
@@ -130,8 +130,8 @@ class ResultFile:
         self.by_key: dict[str, Result] = {}
         self.lines: dict[str, int] = {}
         with os_errors_as(OutputError, f"{path} cannot be read"):
-            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        *lines, self._rest = text.split("\n")  # a line that a killed program did not finish is no result
+            content = path.read_bytes() if path.exists() else b""
+        *lines, self._rest = content.split(b"\n")  # a line that a killed program did not finish is no result
         for number, line in enumerate(lines, start=1):
             try:
                 result = Result.of_line(line)
@@ -148,10 +148,10 @@ class ResultFile:
         with os_errors_as(OutputError, f"{self.path} cannot be written"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("r+b" if self.path.exists() else "wb") as file:
-                file.seek(-len(self._rest.encode()) if self._rest else 0, os.SEEK_END)
+                file.seek(-len(self._rest), os.SEEK_END)
                 file.truncate()
                 file.write(f"{result.to_line()}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
-        self._rest = ""
+        self._rest = b""
         self.by_key[result.key] = result

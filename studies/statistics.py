@@ -57,9 +57,9 @@ def height(result: Result | None) -> float | None:
     return float(np.mean([result.curves[name][late] for name in ("pass_at_1", "pass_at_k")]))
 
 
-def area(result: Result, name: str, over: str = "step") -> float:
-    """The area under a curve against a cost, divided by its width; one point: its height."""
-    x, y = result.curves[over], result.curves[name]
+def area(result: Result, name: str) -> float:
+    """The area under a curve against the steps, divided by its width; one point: its height."""
+    x, y = result.curves["step"], result.curves[name]
     return float(np.trapezoid(y, x) / (x[-1] - x[0])) if len(x) > 1 and x[-1] > x[0] else float(y[-1])
 
 
@@ -122,21 +122,19 @@ def improvement(strata: Sequence[FloatArray], others: Sequence[FloatArray]) -> I
     return _bootstrap([*strata, *others], statistic)
 
 
-def cost_ratio(
-    ours: Sequence[Result], theirs: Sequence[Result], cost: str = "generated_tokens", name: str = "pass_at_1"
-) -> Interval:
-    """What an arm spends until its mean curve reaches the end of another's, divided by what the other spends in all.
+def cost_ratio(ours: Sequence[Result], theirs: Sequence[Result], cost: str = "generated_tokens") -> Interval:
+    """What an arm spends until its mean Pass@1 reaches the end of another's, divided by what the other spends in all.
 
     Infinite where it is never reached.
     """
-    return _at_their_end(ours, theirs, (cost,), name, lambda mine, other: mine[0] / other[0])
+    return _at_their_end(ours, theirs, (cost,), lambda mine, other: mine[0] / other[0])
 
 
-def break_even(ours: Sequence[Result], theirs: Sequence[Result], name: str = "pass_at_1") -> Interval:
+def break_even(ours: Sequence[Result], theirs: Sequence[Result]) -> Interval:
     """From which ratio on an arm saves time: seconds of a generated token, divided by those of a token trained on.
 
     A run that generates G tokens and trains on T takes g G + t T seconds, beside what each step takes. Until its mean
-    curve reaches the end of the other's, the arm generates less and trains on more: it takes less time where
+    Pass@1 reaches the end of the other's, the arm generates less and trains on more: it takes less time where
     g / t > (T - T') / (G' - G). 0: wherever; infinite: nowhere, since it does not generate less, or never gets there.
     """
 
@@ -144,7 +142,7 @@ def break_even(ours: Sequence[Result], theirs: Sequence[Result], name: str = "pa
         saved, added = other[0] - mine[0], mine[1] - other[1]
         return max(0.0, float(added / saved)) if saved > 0 else math.inf
 
-    return _at_their_end(ours, theirs, TOKENS, name, ratio)
+    return _at_their_end(ours, theirs, TOKENS, ratio)
 
 
 def prices(runs: Sequence[Result]) -> FloatArray:
@@ -160,15 +158,15 @@ def _at_their_end(
     ours: Sequence[Result],
     theirs: Sequence[Result],
     costs: Sequence[str],
-    name: str,
     compare: Callable[[FloatArray, FloatArray], float],
 ) -> Interval:
-    """Compare the costs until a mean curve of ours reaches the end of theirs with what theirs cost in all.
+    """Compare the costs until the mean Pass@1 of ours reaches the end of theirs with what theirs cost in all.
 
     Curves are means over seeds; the highest point so far counts, and points are joined by straight lines. What is never
     reached costs infinitely much.
     """
-    mine, others = (np.array([[run.curves[key] for key in (*costs, name)] for run in runs]) for runs in (ours, theirs))
+    keys = (*costs, "pass_at_1")
+    mine, others = (np.array([[run.curves[key] for key in keys] for run in runs]) for runs in (ours, theirs))
 
     def statistic(i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]) -> float:
         (*spent, reached), (*spent_by_other, reached_by_other) = mine[i].mean(axis=0), others[j].mean(axis=0)

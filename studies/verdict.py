@@ -91,11 +91,7 @@ def costs(findings: Findings, arm: Arm) -> Iterator[str]:
         end = float(np.mean([run.curves["pass_at_1"][-1] for run in findings.baseline.runs[task]]))
         yield (
             f"On {task}: tokens until the last Pass@1 of {findings.baseline.name} ({end:.3f}), divided by its tokens: "
-            f"{_reached(tokens)}; seconds: {_reached(seconds)}, which depend on the machine. A run took "
+            f"{tokens.text('.2f')}; seconds: {seconds.text('.2f')}, which depend on the machine. A run took "
             f"{np.mean([run.seconds for run in arm.runs[task]]):,.0f} s and "
             f"{findings.spent(arm, TOKENS, task):,.0f} tokens."
         )
-
-
-def _reached(ratio: Interval) -> str:
-    return ratio.text(".2f")

@@ -12,8 +12,8 @@ from exgrpo.extras import needs
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = (
-    "accelerate datasets deepspeed jinja2 math_verify matplotlib numpy pebble plotly pyarrow pydantic requests rich "
-    "scipy tensorboard transformers triton trl tyro urllib3 yaml"
+    "accelerate datasets deepspeed jinja2 math_verify matplotlib numpy pebble plotly psutil pyarrow pydantic requests "
+    "rich scipy tensorboard transformers triton trl tyro urllib3 yaml"
 )
 ALONE = """
 import runpy, sys

@@ -209,7 +209,7 @@ def bars(axes: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
     drawn = axes.barh([row["row"] for row in rows], [row["floor_over_time"] for row in rows], color=colours)
     axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
     axes.set_title(f"{title}: floor / time", loc="left", fontsize=9)
-    axes.set_xlim(0, max(1.1, 1.1 * max(row["floor_over_time"] for row in rows)))
+    axes.set_xlim(0, 1.1 * max([1.0, *(row["floor_over_time"] for row in rows)]))
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 

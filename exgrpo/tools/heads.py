@@ -304,10 +304,11 @@ class Errors:
         return any(mine is not None and theirs is not None and not mine <= WRONG * theirs for mine, theirs in pairs)
 
 
-def first_tokens(problem: Problem, count: int = ERROR_TOKENS) -> Problem:
+def first_tokens(problem: Problem) -> Problem:
     """The same head on some of the tokens."""
     hidden, weight, *of_tokens = problem
-    return Problem(hidden.detach()[:count].clone().requires_grad_(), weight, *(x[:count] for x in of_tokens))
+    some = slice(ERROR_TOKENS)
+    return Problem(hidden.detach()[some].clone().requires_grad_(), weight, *(x[some] for x in of_tokens))
 
 
 def exact(case: Case, problem: Problem) -> Outcome:

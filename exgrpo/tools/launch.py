@@ -102,7 +102,8 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
     if not options.restarts or (config.resume and config.resume != AUTO):
         return rest
     if config.output.name is None:
-        rest = [*rest, f"--output.name={datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"]
+        name = folder.name if folder else f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
+        rest = [*rest, f"--output.name={name}"]
     return rest if config.resume else [*rest, f"--resume={AUTO}"]
 
 

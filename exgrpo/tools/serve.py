@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from exgrpo.extras import needs
-from exgrpo.train.common.errors import ConfigError, ExgrpoError
-from exgrpo.train.common.process import SERVER
 
 with needs(__name__, "exgrpo[train]"):
+    from exgrpo.train.common.errors import ConfigError, ExgrpoError
+    from exgrpo.train.common.process import SERVER
     from exgrpo.train.common.threads import VARIABLE, Rank, choose
     from exgrpo.train.config.pretrained import from_arguments
     from exgrpo.train.policy.check import check_positions, check_weights

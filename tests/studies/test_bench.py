@@ -1,5 +1,7 @@
 """The referee on runs whose outcome is known: nothing changed, too many tokens, a collapse."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -10,7 +12,7 @@ from studies.bench import Options
 from studies.results import ResultFile
 from studies.statistics import welch
 from studies.study import load_study
-from tests.studies.plans import PLAN, result, write
+from tests.studies.plans import result, write
 
 SEARCH = {"over": {"optimizer.lr": [1e-4, 2e-4, 4e-4]}, "trials": 3, "seeds": [100]}
 ARMS = {
@@ -39,7 +41,9 @@ class Referee:
 
     def _run(self, planned, folder, core):
         self.ran.append(planned)
-        return _Scripted(planned, core, self.result(planned, self.curve, self.tokens))
+        outcome = self.result(planned, self.curve, self.tokens)
+        nothing = {"stop": lambda: None, "tidy": lambda: None}
+        return SimpleNamespace(planned=planned, core=core, result=lambda origin: outcome, **nothing)
 
     def result(self, planned, curve, tokens=100.0):
         """A run that differs from the others by its seed alone."""
@@ -60,20 +64,6 @@ class Referee:
 
     def __call__(self, *options):
         return studies.run.main(["bench", "mine.yaml", *options])
-
-
-class _Scripted:
-    def __init__(self, planned, core, outcome):
-        self.planned, self.core, self._outcome = planned, core, outcome
-
-    def result(self, _):
-        return self._outcome
-
-    def stop(self):
-        pass
-
-    def tidy(self):
-        pass
 
 
 @pytest.fixture
@@ -179,4 +169,3 @@ def test_the_intervals_of_a_verdict_are_those_of_welch_and_hold_what_they_say():
     assert np.mean(missed) < 0.035
     assert welch([np.ones(5)], [np.ones(5)], 0.95).excludes(0) is False
     assert str(welch([np.ones(4)], [np.zeros(5)], 0.95)) == "1.000"
-    assert PLAN["baseline"] == "without"

@@ -26,8 +26,8 @@ def test_what_a_killed_program_did_not_finish_gives_way(tmp_path):
     path = tmp_path / "runs.jsonl"
     ResultFile(path).add(result("a", 0.1))
     whole = path.read_bytes()
-    for cut in (1, len(whole) // 2):
-        path.write_bytes(whole + whole[:-cut])
+    for rest in (whole[:-1], whole[: len(whole) // 2], b"\xff\xff"):
+        path.write_bytes(whole + rest)
         file = ResultFile(path)
         assert list(file.by_key) == ["a"]
         file.add(result("b", 0.2))

@@ -116,7 +116,7 @@ def test_collectives_that_give_wrong_numbers_fail(tmp_path):
     ("changes", "problem"),
     [
         ({}, ""),
-        ({"loss": float("nan")}, "the loss is nan"),
+        ({"loss": None}, "the loss is nan"),
         ({"grad_norm": 0.0}, "norm of its gradient 0"),
         ({"grad_norm": float("inf")}, "norm of its gradient inf"),
         ({"skipped_updates": 1}, "skipped"),
@@ -168,9 +168,9 @@ def test_the_small_run_computes_as_the_recipe_does_and_leaves_its_size_and_serve
         policy={"dtype": "bf16", "attention": "eager"},
         rollout={"servers": ("http://localhost:1",), "engine": "server", "sleep_level": 1},
     )
-    small = tiny_run(asked, {"rollout.max_tokens": 40})
+    small = tiny_run(asked)
     assert isinstance(small, Config)
     assert (small.policy.dtype, small.policy.attention, small.rollout.sleep_level) == ("bf16", "eager", 1)
     assert (small.rollout.engine, small.rollout.servers) == ("auto", ())
-    assert (small.steps, small.policy.path, small.rollout.max_tokens) == (1, "builtin:arithmetic", 40)
+    assert (small.steps, small.policy.path) == (1, "builtin:arithmetic")
     assert small.output.folder == asked.folder

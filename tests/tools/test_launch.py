@@ -181,6 +181,9 @@ def test_what_may_start_again_has_a_name_and_goes_on_by_itself(monkeypatch, tmp_
     assert of_host[2] == "--resume=auto"
     with pytest.raises(ConfigError, match="there is no folder /no/such/run"):
         prepared(Launch(), [folder, "--resume=/no/such/run"])
+    monkeypatch.setattr(module, "configure", lambda rest: (parse_args(rest), tmp_path / "unfinished"))
+    goes_on = [folder, "--resume=auto"]
+    assert prepared(Launch(restarts=1), goes_on) == [*goes_on, "--output.name=unfinished"]
 
 
 @pytest.mark.parametrize(

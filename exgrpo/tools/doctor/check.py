@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from exgrpo.train.common.errors import ExgrpoError
 from exgrpo.train.config.options import Config
@@ -102,20 +102,19 @@ class Finding:
     output: tuple[str, ...] = ()
 
 
-def tiny_run(given: Given, changes: dict[str, Any] | None = None) -> Config:
+def tiny_run(given: Given) -> Config:
     """The small run.
 
     Args:
         given: the recipe of the run that the machine is meant for, of which the servers are left out; the folder for
             what the small run leaves.
-        changes: values by their dotted keys.
     """
     recipe = given.recipe
     taken = {key: getattr(getattr(recipe, section), name) for key in TAKEN for section, name in [key.split(".")]}
     if recipe.rollout.engine == "server":
         taken["rollout.engine"] = "auto"
-    own = {"output.folder": given.folder, **(changes or {})}
-    return validate(merged(read_recipe(DEFAULT_RUN), SIZES, taken, own), "the small run")
+    place = {"output.folder": given.folder}
+    return validate(merged(read_recipe(DEFAULT_RUN), SIZES, taken, place), "the small run")
 
 
 def open_inputs(config: Config, resources: ExitStack) -> "tuple[Inputs, World]":

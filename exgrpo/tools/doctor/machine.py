@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +22,7 @@ from exgrpo.tools.estimate.parts import GIB, Hardware
 from exgrpo.tools.estimate.program import Options, assumptions_of, read_shape
 from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import merged, validate
+from exgrpo.train.config.recipe import changed
 
 if TYPE_CHECKING:
     import torch
@@ -61,17 +60,6 @@ def processes() -> int:
     import torch
 
     return ON_CPU if device().type == "cpu" else torch.cuda.device_count()
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the installed `PACKAGES`."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def hardware() -> list[str]:
@@ -196,7 +184,7 @@ def on_gpus(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
 def on_cpu(recipe: Config, shape: "ModelShape") -> Iterator[Room]:
     """What one process without a GPU takes: all memory is of one kind."""
     if recipe.rollout.engine == "auto":
-        recipe = validate(merged(recipe.model_dump(), {"rollout.engine": "transformers"}), "the recipe")
+        recipe = changed(recipe, {"rollout.engine": "transformers"})
     memory, disk = _beside(recipe, shape, 1)
     yield memory._replace(needed=memory.needed + _peak(recipe, shape, 1, "cpu"))
     yield disk

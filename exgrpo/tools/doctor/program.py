@@ -5,6 +5,7 @@ follow. Nothing is written but into a temporary folder and, without a name, into
 """
 
 import getpass
+import platform
 import re
 import socket
 import tempfile
@@ -22,6 +23,7 @@ from exgrpo.tools.doctor.running import run_check
 from exgrpo.train.common.errors import ConfigError, OutputError, nearest, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
+from exgrpo.train.config.hub import installed
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import DEFAULT_RUN, merged, read_recipe, recipe_path, to_yaml, unfinished
 from exgrpo.train.config.section import Section
@@ -144,7 +146,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 def text(findings: Sequence[Finding]) -> str:
     """What to paste into a report, in Markdown: versions, hardware, checks, the last output of those that failed."""
     lines = [f"# exgrpo doctor: {verdict(findings)}", ""]
-    lines += [", ".join(f"{name} {number}" for name, number in machine.versions().items()), ""]
+    lines += [f"python {platform.python_version()}, {installed(*machine.PACKAGES)}", ""]
     lines += [f"- {line}" for line in machine.hardware()]
     lines += ["", "| check | result | found | seconds |", "|---|---|---|---:|"]
     for found in findings:

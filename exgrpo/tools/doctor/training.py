@@ -271,15 +271,16 @@ def check_step(everywhere: bool, given: Given) -> str:
     )
 
 
-def wrong_in(step: dict[str, float]) -> str:
-    """What cannot be in the metrics of a step; empty: nothing."""
+def wrong_in(step: dict[str, float | None]) -> str:
+    """What cannot be in the metrics of a step, where None stands for NaN; empty: nothing."""
     if step["skipped_updates"]:
         if "loss_scale" in step:  # of fp16, which overflows until the scale has come down
             return ""
         return "an optimiser step was skipped: its gradient is not finite"
-    if not (math.isfinite(step["loss"]) and step["grad_norm"] > 0 and math.isfinite(step["grad_norm"])):
-        return f"the loss is {step['loss']:g}, and the norm of its gradient {step['grad_norm']:g}"
-    return ""
+    loss, norm = (math.nan if value is None else value for value in (step["loss"], step["grad_norm"]))
+    if math.isfinite(loss) and 0 < norm < math.inf:
+        return ""
+    return f"the loss is {loss:g}, and the norm of its gradient {norm:g}"
 
 
 CHECKS = (

@@ -77,13 +77,14 @@ def work(config: Config, assumptions: Assumptions) -> Work:
     experience, samples = config.experience, config.rollout.samples
     rows = config.questions * samples
     questions = math.floor(experience.ratio * config.questions + 1e-9)
-    chosen = questions * experience.replayed if experience.compose in ("mixed", "appended") else 0
-    shared = questions * samples
+    most = {"mixed": samples - 1, "traced": samples - 1, "appended": math.inf}.get(experience.compose, 0)
+    chosen = questions * int(min(experience.replayed, most))
+    shared, asked = questions * samples, max(1, config.questions - questions) * samples
     fresh, trained, replayed = {
-        "mixed": (rows - chosen, rows, chosen),
+        **dict.fromkeys(("mixed", "traced"), (rows - chosen, rows, chosen)),
         "appended": (rows, rows + chosen, chosen),
         "beside": (rows, rows + shared, shared),
-        "buffer": (rows - shared, rows, rows),
+        **dict.fromkeys(("buffer", "returning"), (asked, rows, rows)),
         "in_place": (rows, rows, shared),
         "bapo": (rows + shared // 2, rows, shared),
     }.get(experience.compose, (rows, rows, 0))

@@ -203,12 +203,11 @@ def advise(config: Config, shape: ModelShape, hardware: Hardware) -> str:
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:
     """Changes that lower the peak, by dotted key; those of a size end with the smallest that is valid."""
-    longest = config.longest
-    if engine_of(config) == "vllm" and config.rollout.sleep_level == 0:
+    longest, on_vllm = config.longest, engine_of(config) == "vllm"
+    if on_vllm and config.rollout.sleep_level == 0:
         yield {"rollout.sleep_level": 2}
     if not config.policy.checkpointing:
         yield {"policy.gradient_checkpointing": True}
-    on_vllm = engine_of(config) == "vllm"
     for key, size in (
         ("optimizer.micro_batch_tokens", config.pass_tokens),
         ("rollout.batch_tokens", 0 if on_vllm else config.rollout.batch_tokens),

@@ -49,16 +49,18 @@ ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
 class AnswerFile:
     """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
 
+    So is a chunk with answers to other questions than those that are asked now.
+
     Args:
         folder: of the evaluation.
         options: it was begun with; going on with others is refused.
-        expected: answers of each chunk when it is complete.
+        expected: text and gold answer of the question of each answer, of each chunk when it is complete.
 
     Raises:
         OutputError: the folder holds an evaluation with other options.
     """
 
-    def __init__(self, folder: Path, options: Options, expected: Sequence[int]) -> None:
+    def __init__(self, folder: Path, options: Options, expected: Sequence[list[tuple[str, str]]]) -> None:
         self.path = folder / ANSWERS
         self.reward = options.reward.function
         # How it is computed may be otherwise when it goes on.
@@ -71,10 +73,12 @@ class AnswerFile:
         found: dict[int, list[dict[str, Any]]] = {}
         for record in self.records():
             found.setdefault(record["chunk"], []).append(record)
-        self.done = {chunk for chunk, records in found.items() if len(records) == expected[chunk]}
+        asked = {chunk: [(one["question"], one["gold"]) for one in records] for chunk, records in found.items()}
+        self.done = {chunk for chunk, questions in enumerate(expected) if asked.get(chunk) == questions}
         partial = self.path.with_suffix(".tmp")
         with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(r) + "\n" for chunk in sorted(self.done) for r in found[chunk])
+            kept = (record for chunk in sorted(self.done) for record in found[chunk])
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
         partial.replace(self.path)
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -203,7 +207,10 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
             options.output.folder.mkdir(parents=True, exist_ok=True)
         resources.enter_context(claim(options.output.folder))
     with os_errors_as(OutputError, unwritable):
-        expected = [sum(counts[chunk]) for chunk in chunks]
+        expected = [
+            [(one.text, one.gold) for one, n in zip(questions[chunk], counts[chunk], strict=True) for _ in range(n)]
+            for chunk in chunks
+        ]
         file = AnswerFile(options.output.folder, options, expected) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
     reward = options.reward

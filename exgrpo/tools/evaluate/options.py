@@ -48,7 +48,7 @@ AS_TRAINED = {
     "rollout": ("max_tokens", "stop"),
     "environment": tuple(EnvironmentConfig.model_fields),
     "policy": ("dtype", "overrides"),
-    "reward": ("function", "success", "time_limit", "concurrency", "parts"),
+    "reward": tuple(name for name in RewardConfig.model_fields if name != "workers"),
 }
 """By section: what an evaluation takes from the configuration of a run."""
 LONGEST_ANSWER = 8192

@@ -67,11 +67,6 @@ TRL_TEXT: Columns = {"prompt": (pa.string(), "text of the prompt"), "completion"
 """What TRL reads besides, of runs with and without a chat template."""
 
 
-def columns_of(form: str, *, chat: bool) -> Columns:
-    """The columns of a data set for a project: exgrpo, verl or trl."""
-    return COLUMNS | {"exgrpo": {}, "verl": VERL, "trl": TRL_CHAT if chat else TRL_TEXT}[form]
-
-
 def export(run: Path, folder: Path, form: str = "exgrpo") -> int:
     """Write what the newest sound checkpoint of a run has stored; returns the number of trajectories.
 

@@ -116,10 +116,10 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
     Raises:
         ConfigError: the environment does not describe a group that can be joined.
     """
-    from deepspeed.accelerator import get_accelerator
-
     _without_launcher()
     _check_restarts()
+    from deepspeed.accelerator import get_accelerator
+
     local_rank = int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")))  # DeepSpeed's, PyTorch's
     accelerator = get_accelerator()
@@ -175,6 +175,8 @@ def missing_gpu(world: World) -> str | None:
 
 def _without_launcher() -> None:
     if "RANK" in os.environ:
+        if "LOCAL_RANK" not in os.environ:
+            raise ConfigError("RANK is set and LOCAL_RANK is not: set what a launcher sets, or unset RANK to be alone")
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -102,6 +102,8 @@ def shown(value: object, characters: int = SHOWN) -> str:
     try:
         if isinstance(value, BaseException):
             return cut(" ".join(str(value).split()), characters)
+        if isinstance(value, str):
+            return cut(repr(value), characters)
         short = reprlib.Repr()
         short.maxstring = short.maxother = short.maxlong = 2 * characters
         return cut(short.repr(value), characters)

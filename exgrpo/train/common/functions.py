@@ -8,6 +8,7 @@ place, "package.module:function" or "path/to/file.py:function". Grading processe
 """
 
 import ast
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -170,7 +171,7 @@ def load_place(name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
 
 
 def _load_file(place: str, name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
-    path = Path(place).expanduser().resolve()
+    path = Path(os.path.expanduser(place)).resolve()
     with os_errors_as(error, f"{kind} {name!r}: {path} cannot be read"):
         is_file = path.is_file()
     if not is_file:

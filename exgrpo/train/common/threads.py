@@ -203,6 +203,8 @@ class Neighbours:
         """
         busy = self._busy()
         metrics["seconds/others"] = busy * metrics["seconds"]
+        if not metrics["mfu"]:  # the model did nothing here, as in a step without an update whose answers servers give
+            return None
         if busy < FELT or busy + self._threads * self._sharing < self._allowed + FELT:
             self._calm.append(metrics["mfu"])
             return None

@@ -5,6 +5,7 @@ huggingface_hub is imported only where a run uploads: it reads the environment o
 
 import os
 import queue
+import shlex
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -98,7 +99,7 @@ def upload(name: str, folders: Mapping[str, Path]) -> str:
                 repo_id=name, folder_path=folder, path_in_repo=place, commit_message=f"Upload {folder.name} of a run"
             )
     except Exception as error:
-        by_hand = " && ".join(f"hf upload {name} {folder} {place}" for place, folder in folders.items())
+        by_hand = " && ".join(shlex.join(["hf", "upload", name, str(of), place]) for place, of in folders.items())
         raise OutputError(
             f"output.push_to_hub: the upload to {name} failed: {shown(error)}; the models are whole on disk: {by_hand}"
         ) from error

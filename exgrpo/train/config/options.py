@@ -286,7 +286,12 @@ class Config(Section):
                 "environment.function needs rollout.tensor_parallel=1: every process asks the environment by itself, "
                 "and the processes of one engine must be told the same"
             )
-        self._possible_data(self.data)
+        weights, sources = self.data.train_weights, self.data.train
+        if weights and sources != ("",) and len(weights) != len(sources):  # "": the command line is to name them
+            raise ValueError(
+                f"data.train_weights has {len(weights)} numbers and data.train {len(sources)} sources: give one number "
+                "for each source, or none"
+            )
         if self.objective.overlong_tokens > self.rollout.max_tokens:
             raise ValueError(
                 f"objective.overlong_tokens ({self.objective.overlong_tokens}) are the last ones of rollout.max_tokens "
@@ -298,19 +303,6 @@ class Config(Section):
                 "rewards of experience.bucket_by=reward_deviation do not have: use train_on=all"
             )
         return self
-
-    @staticmethod
-    def _possible_data(data: DataConfig) -> None:
-        named = data.train != ("",)  # a recipe may leave them to the command line
-        if named and data.train_weights and len(data.train_weights) != len(data.train):
-            raise ValueError(
-                f"data.train_weights has {len(data.train_weights)} numbers and data.train {len(data.train)} sources: "
-                "give one number for each source, or none"
-            )
-        if data.keep_system and data.system_prompt is not None:
-            raise ValueError("data.keep_system and data.system_prompt exclude each other: unset one")
-        if not data.chat and (data.keep_system or data.system_prompt is not None):
-            raise ValueError("data.chat=False has no place for a system message: put it into data.prompt_format")
 
 
 @dataclass(frozen=True)

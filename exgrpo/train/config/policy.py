@@ -3,6 +3,7 @@
 Neither torch nor peft is imported here.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -183,7 +184,7 @@ def saved_adapters(folder: str) -> SavedAdapters:
     Raises:
         ConfigError: it holds none, they are no LoRA, or the file is damaged.
     """
-    file = Path(folder).expanduser() / ADAPTER_FILE
+    file = Path(os.path.expanduser(folder)) / ADAPTER_FILE
     with os_errors_as(ConfigError, f"lora.path: {folder} cannot be read"):
         if not file.is_file():
             raise ConfigError(

@@ -3,6 +3,7 @@
 Neither torch nor transformers is needed.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,7 +72,7 @@ def located(path: str) -> str:
                 raise ModelError(f"policy.path: no builtin model {path!r}; there is {known}")
             return str(folder)
         if path.startswith((".", "/", "~")) or Path(path).exists():
-            folder = Path(path).expanduser()
+            folder = Path(os.path.expanduser(path))
             if not (folder / "config.json").is_file():
                 if (folder / "adapter_config.json").is_file():
                     way = f"name the model that they are for, and --lora.path {folder} beside it"

@@ -106,14 +106,15 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    for dotted, value in values.items():
-        *sections, name = str(dotted).split(".")
+def _merge(into: dict[str, Any], values: dict[str, Any], depth: int = 0) -> None:
+    for key, value in values.items():
+        # Keys within the value of an option, as the names in reward.parts, may hold dots.
+        *sections, name = str(key).split(".") if depth < 2 else [str(key)]
         target = into
         for section in sections:
             target = _section(target, section)
         if isinstance(value, dict) and value:
-            _merge(_section(target, name), value)
+            _merge(_section(target, name), value, depth + len(sections) + 1)
         else:
             target[name] = value
 

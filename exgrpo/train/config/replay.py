@@ -116,13 +116,9 @@ class ExperienceConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _startable(self) -> Self:
+    def _possible(self) -> Self:
         if self.start is not None and self.ratio == 0:
             raise ValueError("experience.start fills a buffer that experience.ratio=0 never replays: leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _limited(self) -> Self:
         for name, limit in LIMITS.items():
             if name in self.expire and getattr(self, limit) is None:
                 raise ValueError(f"experience.expire {name} needs its limit, experience.{limit}")

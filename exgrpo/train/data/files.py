@@ -9,9 +9,11 @@ Files
 import csv
 import glob
 import io
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +55,7 @@ def read_rows(
     names: Mapping[str, str] | None = None,
     reward: str | None = None,
 ) -> list[Row]:
-    """All rows of `source`; see exgrpo.train.data.questions.load_questions for the arguments and errors."""
+    """All rows of `source`, with these columns; see exgrpo.train.data.questions.load_questions for the rest."""
     rows = _rows(source, split, limit, seed, Reading(columns, names or {}))
     return rows if reward is None else [replace(row, reward=reward) for row in rows]
 
@@ -124,7 +126,7 @@ def local_files(source: str) -> list[Path]:
     Raises:
         DataError: there are none, and it is no such name; or it is a folder, or a file of another kind.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     with os_errors_as(DataError, f"{source} cannot be read"):
         is_file, is_folder = path.is_file(), path.is_dir()
     if is_file:
@@ -197,16 +199,14 @@ def parquet_values(
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
-        for batch in file.iter_batches(batch_size=rows, columns=read):
-            cells = [_cells(column, arrays) for column in batch.columns]
-            yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            read = columns(file.schema_arrow.names) if file.metadata.num_rows else []
+            for batch in file.iter_batches(batch_size=rows, columns=read):
+                cells = [_cells(column, arrays) for column in batch.columns]
+                yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
     except DataError:
         raise
-    except (
-        Exception
-    ) as error:  # beside errors of the format, texts that are no UTF-8 and dates that Python does not have
+    except Exception as error:  # not of the format alone: of texts that are no UTF-8, of dates that Python lacks
         raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
 
 
@@ -254,23 +254,24 @@ def _delimiter(text: str, reading: Reading) -> str:
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    records = csv.DictReader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
+    records = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
     try:
-        records.fieldnames = [name.strip() for name in records.fieldnames or ()]
+        names = [name.strip() for name in next(records, [])]
     except csv.Error as error:
         raise DataError(f"{path}: the line of its columns is not valid CSV: {error}") from error
-    if not records.fieldnames:
+    if not names:
         return
-    _read_columns(list(records.fieldnames), path, reading)
+    _read_columns(names, path, reading)
     while True:
-        line = records.reader.line_num + 1
+        line = records.line_num + 1
         try:
-            row = next(records, None)
-            if row is None:
+            cells = next(records, None)
+            if cells is None:
                 return
-            if None in row:
-                raise DataError(f"has more cells than the {len(records.fieldnames)} columns that the first line names")
-            yield parse_row({name: cell or None for name, cell in row.items()}, path.stem, reading)
+            if len(cells) > len(names):
+                raise DataError(f"has more cells than the {len(names)} columns that the first line names")
+            if cells:
+                yield parse_row({name: cell or None for name, cell in zip_longest(names, cells)}, path.stem, reading)
         except csv.Error as error:
             yield _BadRow(f"{path} line {line}", f"not valid CSV: {error}")
         except DataError as error:

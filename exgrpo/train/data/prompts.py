@@ -110,24 +110,21 @@ class PromptFormat:
 
     def check_settings(self) -> None:
         """Whether these settings suit each other. Raises DataError as `check` does."""
-        self._check_text()
         if self.system_prompt is not None and self.keep_system:
-            raise DataError("system_prompt and keep_system exclude each other")
+            raise DataError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.chat and (self.system_prompt is not None or self.keep_system):
-            raise DataError("a prompt without chat template has no system message: put the text into prompt_format")
-
-    def _check_text(self) -> None:
+            raise DataError("data.chat=False has no place for a system message: put it into data.prompt_format")
         text = self.prompt_format
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
             raise DataError(f"prompt_format {shown(text)}: {shown(error)}; literal braces are doubled") from error
-        if strange := [name for name in fields if name != "question"]:
+        if strange := [name for name in names if name != "question"]:
             raise DataError(
                 f"prompt_format {shown(text)} has the field {{{cut(strange[0], SHOWN)}}}, but "
                 "only {question} is known; literal braces are doubled: \\boxed{{}}"
             )
-        if not fields:
+        if not names:
             raise DataError(
                 f"prompt_format {shown(text)} does not contain {{question}}, and is no name of a prompt: "
                 f"{', '.join(PROMPTS)}"

@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
-from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
+from exgrpo.train.reward.contract import ALL_COLUMNS
 
 _BATCH = 1024
 
@@ -113,7 +113,6 @@ def load_questions(
     limit: int | None = None,
     seed: int = 0,
     progress: bool = False,
-    columns: Columns = ALL_COLUMNS,
     names: Mapping[str, str] | None = None,
     reward: str | None = None,
     stop: tuple[str, ...] | None = None,
@@ -130,7 +129,6 @@ def load_questions(
         limit: take the first so many rows whose prompts fit. What is generated needs it: how many.
         seed: of the generated problems.
         progress: show a progress bar while it lasts, where there is a terminal.
-        columns: of the rows, to be kept for rewards.
         names: what a file or a hub data set calls its question, answer or solution.
         reward: name of the reward of the questions; None: the one that the source brings.
         stop: strings that end an answer to them; None: those of the run.
@@ -141,7 +139,7 @@ def load_questions(
             fetched, or has malformed rows (the message names files, rows and causes).
     """
     prompts.check(tokenizer)
-    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=columns, names=names, reward=reward)
+    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=ALL_COLUMNS, names=names, reward=reward)
     return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=stop)
 
 

@@ -78,8 +78,10 @@ class RunLog:
         """
         for file in (self._metrics, self._samples):
             with _written(file):
+                file.flush()
                 os.fsync(file.fileno())
-        return {"step": self._step, "metrics": self._metrics.tell(), SAMPLES_SIZE: self._samples.tell()}
+        metrics, samples = (os.fstat(file.fileno()).st_size for file in (self._metrics, self._samples))
+        return {"step": self._step, "metrics": metrics, SAMPLES_SIZE: samples}
 
     def sample(self, sample: Sample) -> None:
         """Append a group for people to read.

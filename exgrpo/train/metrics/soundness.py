@@ -32,7 +32,8 @@ class IdleSteps:
         differing = sum(len(of_group) > 1 for of_group in rewards)
         if differing:
             why = (
-                f"{differing} of {len(rewards)} groups have rewards that differ, and objective.train_on leaves them out"
+                f"{differing} of {len(rewards)} groups have rewards that differ, and objective.train_on or "
+                "objective.overlong_filter leaves them out"
             )
         else:
             values = sorted({value for of_group in rewards for value in of_group})

@@ -237,6 +237,15 @@ def test_the_first_optimiser_step_scores_its_own_answers(sections, scored):
     assert found["score"].flops == scored * (shape.decoder_flops(36) + shape.head_flops(20))
 
 
+@pytest.mark.parametrize("compose", ["mixed", "traced", "appended", "buffer", "returning"])
+def test_answers_are_generated_however_much_is_replayed(compose):
+    """Of three questions with four answers each, all of which are replayed."""
+    config = recipe(questions=3, rollout={"samples": 4}, experience={"compose": compose, "ratio": 1, "replayed": 5})
+    found = budget.work(config, ASSUMED)
+    assert found.fresh == {"mixed": 3, "traced": 3, "appended": 12}.get(compose, 4)
+    assert found.rows == {"appended": 12 + 15}.get(compose, 12)
+
+
 def test_nothing_is_scored_to_choose_at_random():
     shape = shape_like(llama())
     config = recipe(experience={"trajectory": "random"})

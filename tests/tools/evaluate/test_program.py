@@ -104,14 +104,15 @@ def test_the_recipe_of_a_run_asks_and_grades_as_the_run_does(tmp_path, evaluated
     assert 0.1 < average(evaluated) < 0.75
     config = configured(
         {"policy": {"overrides": {"rope_theta": 5.0}}, "data": {"answer_prefix": "<think>", "max_prompt_tokens": 61}},
-        {"reward": {"success": 0.5, "time_limit": 3.0}, "rollout": {"stop": ("Q:",), "temperature": 0.9}},
+        {"reward": {"success": 0.5, "form": "tags", "memory_gib": 8.0, "network": False}},
+        {"rollout": {"stop": ("Q:",), "temperature": 0.9}},
         {"evaluation": {"temperature": 0.7, "top_p": 0.95, "samples": 3}},
     )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     options = parse_options(["m", "--data.test=d", "--recipe", str(tmp_path / "config.yaml"), "--rollout.samples=5"])
     data, rollout = options.data, options.rollout
     assert (data.answer_prefix, data.prompt_format, data.max_prompt_tokens) == ("<think>", "{question}", 61)
-    assert (options.reward.function, options.reward.success, options.reward.time_limit) == (None, 0.5, 3.0)
+    assert options.reward == config.reward
     assert (rollout.temperature, rollout.top_p, rollout.samples, rollout.max_tokens) == (0.7, 0.95, 5, 80)
     assert rollout.stop == ("Q:",)
     assert (options.policy.dtype, options.policy.overrides) == ("fp32", {"rope_theta": 5.0})

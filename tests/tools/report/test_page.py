@@ -202,13 +202,15 @@ def test_what_differs_in_more_than_the_seed_is_not_averaged(tmp_path):
         make_run(tmp_path / "resumed", whole_run(), seed=1, resume="auto", checkpoint={"every": 5}),
         make_run(tmp_path / "again", whole_run(), seed=1),
         make_run(tmp_path / "unknown", whole_run(), seed=2),
+        make_run(tmp_path / "damaged", whole_run(), seed=3),
     ]
     (tmp_path / "unknown" / "config.yaml").unlink()
+    (tmp_path / "damaged" / "config.yaml").write_text("steps: 2026-13-45")
     data = [load_run(run, run.name) for run in runs]
 
     groups = [[run.name for run in group.runs] for group in group_runs(data)]
 
-    assert groups == [["replay", "resumed"], ["policy"], ["again"], ["unknown"]]
+    assert groups == [["replay", "resumed"], ["policy"], ["again"], ["unknown"], ["damaged"]]
 
 
 def test_several_runs_are_overlaid_named_and_compared(tmp_path):

@@ -93,6 +93,13 @@ def test_every_error_of_the_family_reaches_other_ranks_whole(kind):
         assert str(outcome) == "what to do"
 
 
+def test_half_of_what_a_launcher_sets_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(errors.ConfigError, match="RANK is set and LOCAL_RANK is not"):
+        distributed.start(timeout_minutes=1)
+
+
 def test_several_ranks_or_a_driver_without_a_gpu_are_told(monkeypatch, tmp_path):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")

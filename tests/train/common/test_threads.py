@@ -153,6 +153,7 @@ def test_others_that_cost_nothing_are_not_told():
         observed([0.0] * 3 + [1.0], [0.3] * 3 + [0.1], allowed=4) == [None] * 4
     )  # there is room: something else is slow
     assert observed([1.0] * 4, [0.05] * 4) == [None] * 4  # they were there from the start
+    assert observed([0.0] * 3 + [1.0], [0.3] * 3 + [0.0]) == [None] * 4  # a step without a pass has no speed
     alone = observed([0.0] * 3 + [2.0], [0.3] * 3 + [0.1], threads=1)[-1]
     assert alone.endswith("as those before")  # fewer threads than one there are not
     assert "threads 2" in observed([0.0] * 3 + [4.0], [0.3] * 3 + [0.1], allowed=8, threads=4, sharing=2)[-1]

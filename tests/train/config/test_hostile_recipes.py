@@ -10,7 +10,7 @@ from exgrpo.train.common.limits import MOST_ANSWERS
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import from_arguments
-from exgrpo.train.config.recipe import load_recipe, parse_args
+from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.config.section import known_keys
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import parse_row
@@ -118,6 +118,12 @@ def test_a_run_has_the_name_of_one_folder():
     assert configured({"output.name": "é" * 127}).output.name == "é" * 127
 
 
+def test_names_within_a_value_may_hold_dots(tmp_path):
+    config = configured({"reward": {"parts": {"format.tags": 0.2}}})
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_recipe(tmp_path / "config.yaml") == config
+
+
 def test_overrides_that_are_no_values_are_one_line():
     for argument in ("KEY=[", "KEY=!!bool x", "KEY=2024-13-45", "KEY=" + "[" * 5000, "=", "x" * 100_000):
         with pytest.raises(ConfigError) as error:
@@ -141,6 +147,7 @@ class RudeError(Exception):
 def test_what_a_message_shows_is_short_and_always_there(capsys):
     assert shown("a\nb") == r"'a\nb'"
     assert shown(ValueError("a\n  b")) == "a b"
+    assert "(100002 characters)" in shown("x" * 100_000)
     assert shown(3.5) == "3.5"
     assert shown(None) == "None"
     assert shown(RudeError()) == "<RudeError that cannot be printed>"

@@ -142,16 +142,10 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
-def test_malformed_truncated_and_foreign_parquet(tmp_path):
+def test_malformed_rows_of_parquet_are_numbered(tmp_path):
     path = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
     with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
-        load(str(path), TOKENIZER, max_prompt_tokens=100)
-    pq.write_table(pa.table({"text": ["a"]}), path)
-    with pytest.raises(ValueError, match=r"has none of the columns .*; it has text"):
-        load(str(path), TOKENIZER, max_prompt_tokens=100)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
@@ -241,7 +235,7 @@ def test_prompts_by_name():
     for changes in ({"system_prompt": "Be brief."}, {"keep_system": True}):
         with pytest.raises(DataError, match="open_r1 brings a system message: leave system_prompt and keep_system out"):
             named("open_r1", **changes)
-    with pytest.raises(DataError, match="no system message"):
+    with pytest.raises(DataError, match="no place for a system message"):
         named("reasoning_gym", chat=False).check_settings()
 
 
@@ -267,7 +261,7 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
         (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),
         (TOKENIZER, {"system_prompt": "a", "keep_system": True}, "exclude each other"),
-        (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no system message"),
+        (TOKENIZER, {"system_prompt": "a", "chat": False}, "has no place for a system message"),
         (make_tokenizer("{{ raise_exception('no!') }}"), {}, "refuses the messages: no!"),
     ],
 )

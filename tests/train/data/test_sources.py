@@ -84,11 +84,6 @@ def test_bad_arguments_are_named(task, query, message):
         read_rows(f"builtin:given{query}", split="test", limit=2, seed=0)
 
 
-def test_an_argument_that_a_task_does_not_take_is_named_with_those_that_it_takes():
-    with pytest.raises(DataError, match=r"unknown argument 'level' \(there is difficulty\)"):
-        read_rows("builtin:arithmetic?level=1", split="test", limit=2, seed=0)
-
-
 def test_a_question_mark_in_a_pattern_of_files_begins_no_arguments(tmp_path):
     for name in ("a1", "a2", "b1"):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "q", "answer": "1"}\n')

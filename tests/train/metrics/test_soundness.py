@@ -8,6 +8,7 @@ import pytest
 
 from exgrpo.train.common.records import Counts, EngineCounts, Failure
 from exgrpo.train.metrics.soundness import Soundness, overflowed
+from exgrpo.train.rollout.answers import Answerer
 from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
 from tests.train.run.test_run import SMALL, records
@@ -133,8 +134,17 @@ def test_a_mini_batch_without_an_advantage_is_left_out_and_counted():
     assert set(minibatch.batch.question[minibatch.batch.group]) == {0}
 
 
-def test_a_band_that_leaves_nothing_is_what_a_person_is_told_of():
-    trainer = make(half(60), experience={"ratio": 0.0}, objective={"train_on": "hard"})
+@pytest.mark.parametrize("objective", [{"train_on": "hard"}, {"overlong_filter": True}])
+def test_an_option_that_leaves_nothing_is_what_a_person_is_told_of(objective, monkeypatch):
+    trainer = make(half(60), experience={"ratio": 0.0}, objective=objective)
+    monkeypatch.setattr(trainer.answerer, "join", lambda produced: cut(Answerer.join(trainer.answerer, produced)))
     notes = [note for step in range(1, 5) for note in trainer.step(step).notes]
     (note,) = notes
-    assert "6 of 6 groups have rewards that differ, and objective.train_on leaves them out" in note
+    options = "objective.train_on or objective.overlong_filter"
+    assert f"6 of 6 groups have rewards that differ, and {options} leaves them out" in note
+
+
+def cut(batch):
+    """The same answers, none of which has ended."""
+    batch.fill(finished=np.zeros(len(batch), bool))
+    return batch

@@ -86,6 +86,7 @@ def interrupted_and_continued(folder, settings):
     train(first, 3, 5)
     first.close()
     second = RunLog(folder, open_trackers(settings, folder, position["step"]), resume=position)
+    assert second.position() == position
     train(second, 3, 7, scale=10.0)
     second.close()
 

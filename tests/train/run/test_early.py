@@ -39,6 +39,10 @@ def start(monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--policy.path=/no/such/model", BUILTIN], "policy.path: /no/such/model holds no config.json"),
+        (["--policy.path=~nouser/model", BUILTIN], "policy.path: ~nouser/model holds no config.json"),
+        (["--lora.path=~nouser/a"], "lora.path: ~nouser/a is no folder with an adapter_config.json"),
+        ([f"--recipe={DEFAULT_RUN}", "--data.train=~nouser/a.json"], "~nouser/a.json: there is no such file"),
+        (["--experience.prioritise=~nouser/a.py:f"], "there is no file"),
         (["--policy.path=builtin:nothing", BUILTIN], "no builtin model 'builtin:nothing'; there is arithmetic"),
         ([f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl"], "missing.jsonl: there is no such file"),
         ([f"--recipe={DEFAULT_RUN}", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),

@@ -61,7 +61,7 @@ def test_a_hub_that_cannot_be_reached_is_named_before_training(monkeypatch):
 
 def folders(tmp_path):
     for name in ("model", "best"):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "README.md").write_text(f"---\ntags: [{name}]\n---\n")
         (tmp_path / name / "weights").write_bytes(bytes(range(256)) + name.encode())
     return {".": tmp_path / "model", "best": tmp_path / "best"}
@@ -78,10 +78,10 @@ def test_the_folders_arrive_at_their_places(hub, tmp_path):
 
 def test_an_upload_that_fails_says_how_to_do_it_by_hand(hub, tmp_path):
     hub.full = True
-    of_run = folders(tmp_path)
+    of_run = folders(tmp_path / "my run")
     with pytest.raises(OutputError, match="507") as error:
         upload("me/mine", of_run)
     assert str(error.value).endswith(
-        f"on disk: hf upload me/mine {of_run['.']} . && hf upload me/mine {of_run['best']} best"
+        f"on disk: hf upload me/mine '{of_run['.']}' . && hf upload me/mine '{of_run['best']}' best"
     )
     assert "\n" not in str(error.value)

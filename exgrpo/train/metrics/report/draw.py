@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.metrics.report.figures import (
+    AREA_ALPHA,
     DASHES,
     Columns,
     Curve,
@@ -25,7 +26,6 @@ from exgrpo.train.metrics.report.figures import (
 )
 from exgrpo.train.metrics.report.runs import RunColumns
 
-INTERVAL_ALPHA = 0.18
 INK = "var(--ink)"
 
 
@@ -148,17 +148,12 @@ def draw_lines(panel: Panel, groups: Sequence[PlotGroup], name: str) -> Plot:
     for i, k, line in lines:
         if line.low is not None and line.high is not None:
             paint = _paint(groups, i, k)
-            alpha = INTERVAL_ALPHA
-            data.append(band_trace(line.x, line.low, line.high, axis, paint=paint, alpha=alpha, group=i, series=k))
+            data.append(band_trace(line.x, line.low, line.high, axis, paint=paint, group=i, series=k))
     for drawn, member in ((members, True), (lines, False)):
         for i, k, line in drawn:
             label = ", ".join(filter(None, (groups[i].label, series[k][1], "one seed" if member else "")))
-            data.append(
-                line_trace(
-                    line, label, axis, paint=_paint(groups, i, k), group=i, series=k, dash=k if _many(groups) else 0,
-                    member=member,
-                )
-            )  # fmt: skip
+            paint, dash = _paint(groups, i, k), k if _many(groups) else 0
+            data.append(line_trace(line, label, axis, paint=paint, group=i, series=k, dash=dash, member=member))
     words = [
         f"{', '.join(filter(None, (groups[i].label, series[k][1])))}: {_in_words(line, panel.x)}"
         for i, k, line in lines
@@ -224,7 +219,7 @@ def draw_stacks(plan: Stack, groups: Sequence[PlotGroup], name: str) -> list[Plo
                 plan.note,
                 "step",
                 f"{group.label} at step {steps[-1]:g}: {last}",
-                tuple(Key(labels[k], k, colour(k), alpha=0.85) for k in there),
+                tuple(Key(labels[k], k, colour(k), alpha=AREA_ALPHA) for k in there),
                 tuple(Curve(steps, heights[k]) for k in there),
                 {"data": data, "layout": layout(horizontal("step", float(steps[-1])), 0.0, top, zero=True)},
                 one_group=True,

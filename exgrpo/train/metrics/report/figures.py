@@ -48,6 +48,7 @@ KEYS = ("", "●", "■", "▲", "◆", "▼")
 DASHES = ("solid", "dash", "dot")
 DIGITS = 6
 FEW_POINTS = 12
+BAND_ALPHA, AREA_ALPHA = 0.18, 0.85
 ROOM = 0.05
 """Of an axis' length beyond the values."""
 LENGTHS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -222,7 +223,7 @@ def line_trace(
 
 
 def band_trace(
-    x: FloatArray, low: FloatArray, high: FloatArray, axis: Axis, *, paint: str, alpha: float, group: int, series: int
+    x: FloatArray, low: FloatArray, high: FloatArray, axis: Axis, *, paint: str, group: int, series: int
 ) -> Trace:
     """The area between two curves, without a tooltip."""
     return {
@@ -233,7 +234,7 @@ def band_trace(
         "fill": "toself",
         "line": {"width": 0},
         "hoverinfo": "skip",
-        "meta": {"paint": paint, "alpha": alpha, "group": group, "series": series},
+        "meta": {"paint": paint, "alpha": BAND_ALPHA, "group": group, "series": series},
     }
 
 
@@ -248,7 +249,7 @@ def area_trace(x: FloatArray, height: FloatArray, name: str, *, paint: str, seri
         "stackgroup": "all",
         "line": {"width": 0.5},
         "hovertemplate": "<b>%{fullData.name}</b><br>step %{x}: %{y:.4~g}<extra></extra>",
-        "meta": {"paint": paint, "alpha": 0.85, "series": series},
+        "meta": {"paint": paint, "alpha": AREA_ALPHA, "series": series},
     }
 
 

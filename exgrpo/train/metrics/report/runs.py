@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from exgrpo.train.common.errors import ReportError
+from exgrpo.train.common.errors import ConfigError, ReportError
+from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind, Record, read_records
 from exgrpo.train.metrics.report.figures import Columns, half_width, mean_curve, readable
@@ -78,8 +78,8 @@ def load_run(folder: Path, name: str) -> RunData:
         reason = "it is damaged" if unreadable else "nothing happened in this run"
         raise ReportError(f"{folder}: {METRICS} holds no readable record; {reason}")
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError):
         config = None
     try:
         samples = tuple(read_samples(folder / SAMPLES))
@@ -99,7 +99,8 @@ def _run_columns(records: Iterable[Record]) -> RunColumns:
         tested = _held_out(record.kind, numbers)
         if record.kind == "training":
             if step < last:
-                training, held_out, merged = (_until(step, rows) for rows in (training, held_out, merged))
+                before = [{n: row for n, row in rows.items() if n <= step} for rows in (training, held_out, merged)]
+                training, held_out, merged = before
             last = step
             training[step] = {**training.get(step, {}), **numbers}
         if tested:
@@ -121,10 +122,6 @@ def _held_out(kind: Kind, numbers: Numbers) -> Numbers:
     named = {key.partition("/")[0] for key in numbers if key.endswith("/pass_rate")} if kind == "evaluation" else set()
     headings = {*HELD_OUT, *named}
     return {key: value for key, value in numbers.items() if key.partition("/")[0] in headings}
-
-
-def _until(step: int, rows: dict[int, Numbers]) -> dict[int, Numbers]:
-    return {other: row for other, row in rows.items() if other <= step}
 
 
 def _columns(rows: dict[int, Numbers]) -> Columns:
