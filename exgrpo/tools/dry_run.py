@@ -97,10 +97,12 @@ def _known_gpu() -> str | None:
     import torch
 
     from exgrpo.tools.doctor.machine import device
-    from exgrpo.tools.estimate.parts import GPUS
+    from exgrpo.tools.estimate.parts import data_sheet_of
 
-    words = torch.cuda.get_device_name().replace("-", " ").split() if device().type == "cuda" else []
-    return next((name for name in GPUS if name in words), None)
+    if device().type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(0)
+    return data_sheet_of(gpu.name, gpu.multi_processor_count, gpu.total_memory)
 
 
 def _measured_gpu(config: Config, options: Options) -> Hardware:

@@ -85,6 +85,19 @@ def machine(words: str) -> tuple[str, int | None]:
     raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")
 
 
+def data_sheet_of(name: str, multiprocessors: int, memory: int) -> str | None:
+    """Which of `GPUS` a GPU is, by what it says of itself; None: none of them.
+
+    Other boards of the same name have fewer multiprocessors (PCIe, laptops, parts of a GPU), or another memory, in bytes.
+    """
+    joined = name.replace(" ", "")
+    for known, gpu in GPUS.items():
+        same = known.partition("-")[0] in joined and multiprocessors == gpu.multiprocessors
+        if same and 0.9 < memory / (gpu.memory * GIB) < 1.1:
+            return known
+    return None
+
+
 @dataclass(frozen=True)
 class Hardware:
     """GPUs, all of one kind; or the CPU of one machine, of which each process has a share.

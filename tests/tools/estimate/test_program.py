@@ -7,7 +7,7 @@ import huggingface_hub.constants
 import pytest
 
 from exgrpo.tools.estimate import program
-from exgrpo.tools.estimate.parts import Hardware
+from exgrpo.tools.estimate.parts import GIB, Hardware, data_sheet_of
 from exgrpo.tools.estimate.program import Options, hardware_of, read_shape
 from exgrpo.tools.estimate.tables import estimate
 from exgrpo.train.config.recipe import load_recipe
@@ -118,3 +118,20 @@ def test_every_recipe_can_be_estimated(name, monkeypatch):
     assert found.peak > 0
     assert found.seconds > 0
     assert not found.fits  # one gigabyte is too little for any of them
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, 79.2, "H100"),
+        ("NVIDIA H100 PCIe", 114, 79.2, None),
+        ("NVIDIA A100-SXM4-40GB", 108, 39.4, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 108, 79.2, "A100-80"),
+        ("NVIDIA GeForce RTX 4090", 128, 23.6, "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76, 15.9, None),
+        ("NVIDIA L4", 58, 22, None),
+    ],
+)
+def test_a_gpu_has_the_data_sheet_of_its_own_board(name, multiprocessors, gib, known):
+    """Names, multiprocessors and memory as drivers give them."""
+    assert data_sheet_of(name, multiprocessors, int(gib * GIB)) == known
