@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.records import KeptSets, Rollout
@@ -103,18 +103,27 @@ def test_a_sliding_window_bounds_what_packed_tokens_see():
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=40), st.integers(40, 200), st.integers(1, 4))
-def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks):
+@example([(4, 30), (4, 3)], 40, 1, 8)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=40),
+    st.integers(40, 200),
+    st.integers(1, 4),
+    st.sampled_from([8, layout.LONG]),
+)
+def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks, long):
     batch = StepBatch.of_answers(
         [np.full(3 + q, q, np.int32) for q, _ in shapes], [Rollout(np.zeros(n, np.int32), True) for _, n in shapes]
     )
-    plan = Packed().plan(batch, budget, ranks)
-    assert sorted(i for of_rank in plan for numbers in of_rank for i in numbers) == list(range(len(shapes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "LONG", long)
+        plan = Packed().plan(batch, budget, ranks)
+        passes = [numbers for of_rank in plan for numbers in of_rank if numbers]
+        tensors = [Packed().tokens(batch.take(np.array(numbers)), CPU) for numbers in passes]
+    assert sorted(i for numbers in passes for i in numbers) == list(range(len(shapes)))
     assert len({len(of_rank) for of_rank in plan}) == 1
-    for numbers in (numbers for of_rank in plan for numbers in of_rank if numbers):
-        tensors = Packed().tokens(batch.take(np.array(numbers)), CPU)
-        assert tensors.tokens.shape[1] <= budget
-        assert len(tensors.target) == sum(shapes[i][1] for i in numbers)
+    for numbers, of_pass in zip(passes, tensors, strict=True):
+        assert of_pass.tokens.shape[1] <= budget
+        assert len(of_pass.target) == sum(shapes[i][1] for i in numbers)
 
 
 def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
