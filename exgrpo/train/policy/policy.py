@@ -154,7 +154,7 @@ class Policy:
         try:
             compile_layers(self.model)
             self.score(rows, 1.0)
-            self.engine.train()
+            self.engine.module.train()  # not the engine: what a head adds by itself would stay for the first step
             total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
             parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
             weights = next(filter(None, (list(trained(part).values()) for part in parts)))
