@@ -174,7 +174,7 @@ class Conversations:
             return False
         if reply is None and answer.closed:
             return True
-        observation = self.encode(reply, answer.closed) if reply else np.empty(0, np.int32)
+        observation = np.empty(0, np.int32) if reply is None else self.encode(reply, answer.closed)
         if answer.length + len(observation) >= request.sampling.max_tokens or answer.turns >= self.options.turns:
             return False
         if reply is not None:
