@@ -97,7 +97,6 @@ class Policy:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
         if self.merged:
             self.merged.generation_config = model.generation_config
-        self.adapted = config.lora.rank > 0
         if config.lora.rank:
             add_adapters(model, config.lora, config.seed)
             if whole:
@@ -269,7 +268,7 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
-        adapters = self.adapted and self.merged is None
+        adapters = self.merged is None and adapted_layers(self.model)
         state: dict[str, torch.Tensor] = {}
         for name, weight in whole_adapters(self.model) if adapters else self.weights():
             if self.world.is_main:
