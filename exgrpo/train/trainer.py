@@ -20,7 +20,7 @@ from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import Reference
-from exgrpo.train.policy.scores import FreshScorer, Scored
+from exgrpo.train.policy.scores import NONE, FreshScorer, Scored
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.replay import (
     MeanScores,
@@ -37,8 +37,6 @@ from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout.answers import Answerer, Produced
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
-
-NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,12 +21,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from exgrpo.kernels.objective import MAX_LOG_RATIO
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import ENGINE, Doubles, Floats, Ints, StepBatch
 from exgrpo.train.config.objective import CorrectionConfig, CorrectionName
-
-MOST = 20.0
-"""In metrics log-ratios count as at most this much, as in the kernels."""
 
 
 class Method(NamedTuple):
@@ -137,7 +135,7 @@ def correct(batch: StepBatch, rows: Ints, options: CorrectionConfig) -> dict[str
     numbers = {
         "outside_tokens": result.outside[part.own].mean(),
         "outside_answers": (part.sums(result.outside) == part.written).mean(),
-        "ratio": np.exp(np.minimum(result.log_ratio[part.own], MOST), dtype=np.float64).mean(),
+        "ratio": np.exp(np.minimum(result.log_ratio[part.own], MAX_LOG_RATIO), dtype=np.float64).mean(),
         "ess": factor.sum() ** 2 / (len(factor) * max((factor**2).sum(), np.finfo(np.float64).tiny)),
     }
     return {f"correction/{name}": float(value) for name, value in numbers.items()}

@@ -54,9 +54,9 @@ def forward_flops(model: PreTrainedModel) -> ForwardFlops:
     config = model.config.get_text_config()
     head = model.get_output_embeddings().weight
     heads = getattr(config, "num_attention_heads", 0)
-    types = getattr(config, "layer_types", None) or ["attention"] * getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None)
-    everywhere = getattr(config, "layer_types", None) is None
+    alike = ["sliding_attention"] * getattr(config, "num_hidden_layers", 0)
+    types = getattr(config, "layer_types", None) or alike
     return ForwardFlops(
         linear=matrix_elements(model.get_decoder(), config),
         layers=sum(kind.endswith("attention") and not kind.startswith("linear") for kind in types),
@@ -64,7 +64,7 @@ def forward_flops(model: PreTrainedModel) -> ForwardFlops:
         heads=heads,
         head_width=_head_width(config, heads),
         vocabulary=head.shape[0],
-        windows=tuple(window for kind in types if window and (everywhere or kind == "sliding_attention")),
+        windows=tuple(window for kind in types if window and kind == "sliding_attention"),
     )
 
 

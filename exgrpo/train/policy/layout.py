@@ -191,7 +191,8 @@ def _units(batch: StepBatch, budget: int) -> tuple[list[list[int]], list[int]]:
             units[number].append(row)
             costs[number] += length - 1
         else:
-            newest[question] = len(units)
+            if length < LONG:
+                newest[question] = len(units)
             units.append([row])
             costs.append(read)
     return units, costs

@@ -97,7 +97,6 @@ class Policy:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
         if self.merged:
             self.merged.generation_config = model.generation_config
-        self.adapted = config.lora.rank > 0
         if config.lora.rank:
             add_adapters(model, config.lora, config.seed)
             if whole:
@@ -154,7 +153,7 @@ class Policy:
         try:
             compile_layers(self.model)
             self.score(rows, 1.0)
-            self.engine.train()
+            self.engine.module.train()  # not the engine: what a head adds by itself would stay for the first step
             total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
             parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
             weights = next(filter(None, (list(trained(part).values()) for part in parts)))
@@ -269,7 +268,7 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
-        adapters = self.adapted and self.merged is None
+        adapters = self.merged is None and adapted_layers(self.model)
         state: dict[str, torch.Tensor] = {}
         for name, weight in whole_adapters(self.model) if adapters else self.weights():
             if self.world.is_main:

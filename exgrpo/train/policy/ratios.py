@@ -29,15 +29,12 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.inputs import PRESENT
-from exgrpo.kernels.objective import bounded_ratio
-
-MOST = 20.0
-"""d counts as at most this much in e^d, as log-ratios do in the kernels."""
+from exgrpo.kernels.objective import MAX_LOG_RATIO, bounded_ratio
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": torch.neg,
     "k2": lambda d: d.square() / 2,
-    "k3": lambda d: torch.expm1(d.clamp(max=MOST)) - d,
+    "k3": lambda d: torch.expm1(d.clamp(max=MAX_LOG_RATIO)) - d,
 }
 """Of the divergence by d, with its gradient in the policy's log-probs."""
 

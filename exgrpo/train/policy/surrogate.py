@@ -1,4 +1,4 @@
-"""How the ratios of tokens enter the loss: functions `(tokens, options) -> Objective`. See `objective.ratios`.
+"""How the ratios of tokens enter the loss: functions `(tokens, options) -> Objective`. See `ratios`.
 
 The first ones multiply advantages by ratios or by log-probs. The regressions have a rest: with S the log-ratio of an
 answer to the policy that wrote it, and A its advantage, they pull beta2 S towards A. Their gradient is proportional to

@@ -59,8 +59,8 @@ def load_pretrained(path: str, overrides: Mapping[str, Any] | None = None) -> Pr
     return pretrained
 
 
-def _eos_ids(path: str, *fallbacks: int | list[int] | None) -> tuple[int, ...]:
-    """The generation config decides where there is one; else every id that config and tokenizer name."""
+def _eos_ids(path: str, of_config: Any, of_tokenizer: Any) -> tuple[int, ...]:
+    """The ids that the generation config names, or the config where that names none; and that of the tokenizer."""
     try:
         # None where there is no such file; one that is damaged must not count as none, for it decides.
         there = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False)
@@ -70,7 +70,7 @@ def _eos_ids(path: str, *fallbacks: int | list[int] | None) -> tuple[int, ...]:
         chosen = GenerationConfig.from_pretrained(path).eos_token_id if there else None
     except Exception as error:
         raise explained(error, path) from error
-    sources = (*fallbacks,) if chosen is None else (chosen, fallbacks[-1])
+    sources = (of_config if chosen is None else chosen, of_tokenizer)
     ids = [i for ids in sources if ids is not None for i in (ids if isinstance(ids, list) else [ids])]
     if strange := [i for i in ids if type(i) is not int]:
         raise ModelError(f"policy.path: {path!r} names the EOS token {shown(strange[0])}: an id of a token is a number")

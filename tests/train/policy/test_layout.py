@@ -161,12 +161,15 @@ def test_attention_of_variable_lengths_gets_the_same_segments(window, monkeypatc
 def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
     monkeypatch.setattr(layout, "LONG", 8)
     model = model_of("llama")
-    batch = rows(np.random.default_rng(0), [4, 9, 9, 2, 13, 8, 5, 8])
+    batch = rows(np.random.default_rng(0), [9, 4, 9, 2, 13, 8, 5, 8])
     packed, padded = (results(model, way, batch, 10**6) for way in (Packed(), Padded()))
     assert_same(packed, padded)
     long = batch.take(batch.length >= 8)
     read = sum(len(long.prompt[group]) for group in long.group) + (long.length - 1).sum()
     assert Packed().tokens(long, CPU).tokens.shape == (1, read)
+    for budget in range(21, 60):
+        for numbers in Packed().plan(batch, budget, 1)[0]:
+            assert Packed().tokens(batch.take(np.array(numbers)), CPU).tokens.shape[1] <= budget
 
 
 def test_what_a_model_asks_of_attention_beyond_that_is_refused():

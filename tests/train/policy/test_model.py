@@ -199,6 +199,14 @@ def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_th
     assert load_file(tmp_path / "compiled" / name).keys() == load_file(tmp_path / "plain" / name).keys()
 
 
+def test_compiling_leaves_no_gradient_for_the_first_step(tmp_path, monkeypatch):
+    """In bf16 a head adds to its sum by itself, whatever gradients are asked for."""
+    of_trainer.save_model(tmp_path, tied=False)
+    monkeypatch.setattr("exgrpo.train.policy.model.BACKEND", "aot_eager")
+    policy = policy_of(tmp_path, dtype="bf16", compile="inductor")
+    assert all(master.grad is None for master in policy.engine.masters.values())
+
+
 def test_layers_that_cannot_be_compiled_are_refused(tmp_path):
     """Under ZeRO-3 and with experts."""
     of_trainer.save_model(tmp_path / "dense", tied=True)

@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_the_ones_that_it_began_with():
         continued(configured(), begun)
 
 
-def test_programs_beside_training_take_them(tmp_path, capsys):
+def test_programs_beside_training_take_them(capsys):
     options = parse_options(["builtin:arithmetic", "--data.test=a.jsonl", "--policy.overrides", "rope_theta=40000"])
     pretrained = load_pretrained(options.model, options.policy.overrides)
     source = engine_settings(fitted(options, pretrained, []), pretrained, []).source

@@ -19,8 +19,6 @@ from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
 
 logger = logging.getLogger(__name__)
-
-
 Layout = dict[str, list[Any]]
 """Names, dtypes and shapes of weights, as vLLM's routes take them."""
 

@@ -167,8 +167,8 @@ class RoomyLayer(DynamicLayer):
         """Make room for the first tokens."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._length = 0
-        self._rooms = [state.new_empty(0) for state in (key_states, value_states)]
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        self._rooms = [state[..., :0, :] for state in (key_states, value_states)]
+        self.keys, self.values = self._rooms
         self.is_initialized = True
 
     def update(
@@ -179,16 +179,11 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[-2]
         states = (key_states, value_states)
-        if not self._rooms[0].numel() or self._length > self._rooms[0].shape[-2]:
-            self._rooms = [self._moved(old, new) for old, new in zip(self._held(), states, strict=True)]
+        if self._length > self._rooms[0].shape[-2]:
+            self._rooms = [self._moved(old[..., :start, :], new) for old, new in zip(self._rooms, states, strict=True)]
         for room, new in zip(self._rooms, states, strict=True):
             room[..., start : self._length, :] = new
         self.keys, self.values = (room[..., : self._length, :] for room in self._rooms)
-        return self.keys, self.values
-
-    def _held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
         return self.keys, self.values
 
     def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

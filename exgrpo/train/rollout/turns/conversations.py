@@ -117,7 +117,8 @@ class Conversations:
         ]
         while asked:
             waiting: list[tuple[_Answer, AsyncResult[str | None]]] = []
-            for turn in engine.generate([self._waiting(request) for request in asked]):
+            turns = [replace(one, sampling=replace(one.sampling, stop=self._stops(one))) for one in asked]
+            for turn in engine.generate(turns):
                 answer = of_asked[turn.request][turn.sample]
                 whole = self._take(answer, turn.rollout, requests[answer.request])
                 if whole is None:
@@ -137,11 +138,8 @@ class Conversations:
             of_asked = [[answer] for answer in open_]
 
     def _stops(self, request: Request) -> Stops:
+        """What ends a turn: the strings at which the policy waits, too."""
         return Stops((*request.sampling.stop.strings, *self.environment.stop), self.decode)
-
-    def _waiting(self, request: Request) -> Request:
-        """The request of a turn: it ends where the policy waits, too."""
-        return replace(request, sampling=replace(request.sampling, stop=self._stops(request)))
 
     def _next(self, answer: _Answer, request: Request) -> Request:
         return Request(
@@ -174,7 +172,7 @@ class Conversations:
             return False
         if reply is None and answer.closed:
             return True
-        observation = self.encode(reply, answer.closed) if reply else np.empty(0, np.int32)
+        observation = np.empty(0, np.int32) if reply is None else self.encode(reply, answer.closed)
         if answer.length + len(observation) >= request.sampling.max_tokens or answer.turns >= self.options.turns:
             return False
         if reply is not None:

@@ -129,7 +129,7 @@ def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_
     assert len(hung.requests()) < 10  # none is asked of it again
 
 
-def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(fakes, hung, monkeypatch):
+def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(hung, monkeypatch):
     monkeypatch.setattr(pool, "LEAST_SECONDS", 0.3)
     monkeypatch.setattr(pool, "TOKEN_SECONDS", 0.0)
     hung.answers["abort_requests"] = hung.answers["inference/v1/generate"]

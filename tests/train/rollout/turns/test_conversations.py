@@ -69,13 +69,13 @@ class Ended(Script):
         return replace(turn, finished=turn.finished or read(turn.response).endswith(EOS))
 
 
-def conversations(reply, **options):
+def conversations(reply, encode=ids, **options):
     """`reply(question, turn)` is the environment's."""
     environment = Environment(
         "scripted", lambda question, gold: lambda turn: reply(question, turn), Columns(), stop=(WAIT,)
     )
     return Conversations(
-        environment, EnvironmentConfig(function="calculator", **options), lambda text, closed: ids(text), read
+        environment, EnvironmentConfig(function="calculator", **options), lambda text, closed: encode(text), read
     )
 
 
@@ -131,6 +131,13 @@ def test_what_ends_an_answer(replies, turns, expected, text):
     found, _, _ = answer(lambda question, turn: replies.get(turn), *turns)
     assert (shown(found), found.finished, text_of(found, read, (RUN_STOP,))) == (expected, True, text)
     assert (found.written is None) == (len(turns) == 1)
+
+
+def test_an_empty_reply_is_a_message_all_the_same():
+    found, _, _ = answer(
+        lambda question, turn: "" if "?" in turn else None, "a?", "b.", encode=lambda text: ids(f"<{text}>")
+    )
+    assert shown(found) == "a?[<>]b."
 
 
 def test_the_turns_are_counted():

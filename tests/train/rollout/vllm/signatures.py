@@ -27,7 +27,6 @@ PLACES = {
     "LLMEngine.has_unfinished_requests": "v1/engine/llm_engine.py:LLMEngine.has_unfinished_requests",
     "EngineArgs": "engine/arg_utils.py:EngineArgs",
     "EngineArgs.create_model_config": "engine/arg_utils.py:EngineArgs.create_model_config",
-    "ModelConfig.get_and_verify_max_len": "config/model.py:ModelConfig.get_and_verify_max_len",
     "SamplingParams": "sampling_params.py:SamplingParams",
     "RequestOutputKind": "sampling_params.py:RequestOutputKind",
     "tokens_input": "inputs/engine.py:tokens_input",
