@@ -88,7 +88,7 @@ def machine(words: str) -> tuple[str, int | None]:
 def data_sheet_of(name: str, multiprocessors: int, memory: int) -> str | None:
     """Which of `GPUS` a GPU is, by what it says of itself; None: none of them.
 
-    Other boards of the same name have fewer multiprocessors (PCIe, laptops, parts of a GPU), or another memory, in bytes.
+    Another board of the same name (PCIe, a laptop, a part of a GPU) has fewer multiprocessors or other bytes of memory.
     """
     joined = name.replace(" ", "")
     for known, gpu in GPUS.items():
