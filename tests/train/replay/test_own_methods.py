@@ -18,7 +18,7 @@ def admit(batch, setting):
     return batch.fresh & (batch.reward < setting.success)
 
 def prioritise(units, setting):
-    return Priority(-1e3 * units.question.astype(float))
+    return Priority(-1000 * units.question)
 
 def settle(batch, supply):
     return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
@@ -163,10 +163,16 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
         ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
         ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        ("compose", "return []", "it plans no fresh answer, and not all questions are retired; it gives a list"),
+        ("compose", "return [PlannedGroup(12, 4)]", "fresh=4, choose=0, rows=()), and questions are 0 to 11"),
+        ("compose", "return [PlannedGroup(3, -4)]", "it plans PlannedGroup(question=3, fresh=-4, choose=0, rows=())"),
+        ("compose", "return [PlannedGroup(3, 2, 9)]", "choose=9, rows=()), and stored of that question are the rows"),
+        ("compose", "return [PlannedGroup(3, 2, rows=(999,))]", "rows=(999,)), and stored of that question are the ro"),
         ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
         ("settle", "return [0, 3]", "it gave the groups [0, 3], and there are 3, from 0, each of which counts once"),
         ("settle", "return [*np.arange(2), 1]", "it gave the groups [0, 1, 1], and there are 3"),
-        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
+        ("settle", "return supply.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
+        ("settle", "return [PlannedGroup(0, 0, 2)]", "fresh=0, choose=2, rows=()) when all have been graded; it gives"),
         ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
         (
             "expire",
