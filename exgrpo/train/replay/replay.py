@@ -222,7 +222,7 @@ class Replay:
         """
         rewards = batch.reward[batch.fresh]
         rate = float(is_success(rewards, self.setting.success).mean())
-        self.memory.update(batch, step, collect=self.active, admitted=admitted)
+        self.memory.update(batch, step, self.admitted(batch) if admitted is None else admitted)
         # Continuous rewards may never reach `success`.
         progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
         self.open |= progress > self.config.start_pass_rate
