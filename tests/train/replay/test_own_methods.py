@@ -221,8 +221,14 @@ def test_a_function_that_takes_other_arguments_is_refused(own, kind):
 
 @pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
 def test_functions_that_ship_go_through_a_rehearsal(own, kind):
-    """Beside functions of a user's own, for only then there is one."""
     limits = {"max_age": 3, "max_uses": 3, "capacity": 9}
     for name in rules.names(kind):
         if kind != "prioritise" or name in ("uniform", "random", "newest", "least_used"):
             early.check_method(configured(places(own, **{kind: name}), {"experience": limits}))
+
+
+@pytest.mark.parametrize("compose", ["again", "bapo", "returning"])
+def test_functions_that_do_not_go_together_are_told_before_the_run_however_little_is_replayed(compose):
+    values = {"compose": compose, "prioritise": "freshness", "advantage": "stored", "ratio": 0.01, "band": (0.99, 1.0)}
+    with pytest.raises(ConfigError, match="prioritise looks at 'reward', which is not known of what is drawn here"):
+        early.check_method(configured({"experience": values}))
