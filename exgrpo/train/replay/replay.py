@@ -256,9 +256,12 @@ class Replay:
         self.memory.restore(arrays, state.trajectories)
 
 
-def numbers_of(planned: Sequence[PlannedGroup]) -> list[list[int]]:
-    """Planned groups as plain numbers, for `planned_from`."""
-    return [[group.question, group.fresh, group.choose, *group.rows] for group in planned]
+def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:
+    """Planned groups as plain numbers, for `planned_from` once the memory is restored.
+
+    A restored table has no gaps, so stored answers are named by their places among its `rows` [N].
+    """
+    return [[one.question, one.fresh, one.choose, *np.searchsorted(rows, one.rows).tolist()] for one in planned]
 
 
 def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:

@@ -73,6 +73,21 @@ def test_a_method_may_be_a_file_of_ones_own(own):
     assert set(trainer.policy.terms) == {"ratio"}
 
 
+def test_stored_answers_that_are_planned_ahead_are_the_same_after_a_restart(tmp_path):
+    """A restored memory numbers its rows anew."""
+    path = tmp_path / "ahead.py"
+    path.write_text("def compose(supply):\n    return [*supply.fresh(4), *supply.alone(supply.draw('stored', 2))]\n")
+    experience = {"compose": f"{path}:compose", "advantage": "stored", "capacity": 12}
+    rollout = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
+    trainer, other = (make(half(24), experience=experience, rollout=rollout) for _ in range(2))
+    for step in range(1, 6):
+        trainer.step(step)
+    other.restore(trainer.state())
+    expected, found = (one.step(6).batch for one in (trainer, other))
+    assert expected.replayed.sum() == 2
+    assert found.token.tolist() == expected.token.tolist()
+
+
 @pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
 @pytest.mark.parametrize(
     ("place", "message"),
