@@ -129,7 +129,7 @@ class Replay:
 
         Args:
             planned: G groups of a step.
-            score: is called once, with all candidates, if the rule compares scores and has to choose, else not at all.
+            score: is called once, with all candidates, if there are any and the rule compares scores, else not at all.
 
         Returns:
             G groups of replayed rows, perhaps of none.

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.replay import rules
 from exgrpo.train.run import startup_checks as early
 from tests.train.configs import configured
 from tests.train.trainers import half, make, updated
@@ -232,14 +231,6 @@ def test_a_function_that_takes_other_arguments_is_refused(own, kind):
     own.write_text(re.sub(rf"def {kind}\(.*\)", f"def {kind}(a, b, c)", OWN))
     with pytest.raises(ConfigError, match=r"it takes \(a, b, c\), and it is called with \(\w+(, \w+)?\)$"):
         early.check_method(configured(places(own)))
-
-
-@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
-def test_functions_that_ship_go_through_a_rehearsal(own, kind):
-    limits = {"max_age": 3, "max_uses": 3, "capacity": 9}
-    for name in rules.names(kind):
-        if kind != "prioritise" or name in ("uniform", "random", "newest", "least_used"):
-            early.check_method(configured(places(own, **{kind: name}), {"experience": limits}))
 
 
 @pytest.mark.parametrize("compose", ["again", "bapo", "returning"])

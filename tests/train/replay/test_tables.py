@@ -13,10 +13,7 @@ from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
 from exgrpo.train.replay.difficulty import BANDS
 
-TABLES = [
-    (ExperienceConfig, "trajectory", RULES),
-    (ObjectiveConfig, "train_on", BANDS),
-]
+TABLES = [(ExperienceConfig, "trajectory", RULES), (ObjectiveConfig, "train_on", BANDS)]
 
 
 @pytest.mark.parametrize(("section", "field", "table"), TABLES)
