@@ -19,16 +19,13 @@ Each check takes what a function gave and what it was called with, and returns a
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.replay.candidates import Expired, Priority, Units
-
-if TYPE_CHECKING:
-    from exgrpo.train.replay.supply import Supply  # which imports this module
 
 Term = Literal["shaped", "ratio", "clipped"]
 Present = Literal["values", "reference"]
@@ -133,7 +130,7 @@ def weights(given: Any, units: Units, *_: Any) -> str | None:
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
 
 
-def planned(given: Any, supply: "Supply") -> str | None:
+def planned(given: Any, supply: Any) -> str | None:
     """Of `compose`."""
     if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, supply):
         return wrong
@@ -141,7 +138,7 @@ def planned(given: Any, supply: "Supply") -> str | None:
     return f"it plans no fresh answer, and not all questions are retired; {PLANNED}" if nothing else None
 
 
-def settled(given: Any, batch: StepBatch, supply: "Supply") -> str | None:
+def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     """Of the function `settle` of a `compose`."""
     if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
@@ -203,7 +200,7 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
 
 
-def _impossible(groups: Iterable[PlannedGroup], supply: "Supply") -> str | None:
+def _impossible(groups: Iterable[PlannedGroup], supply: Any) -> str | None:
     """What no group can be."""
     table = supply.memory.table
     for group in groups:

@@ -10,8 +10,7 @@ from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
 from exgrpo.train.replay.replayed import Weigher
 
-STEPS = 6
-QUESTIONS, BATCH = 12, 4
+STEPS, QUESTIONS, BATCH = 6, 12, 4
 LONGEST = 6
 """Tokens of an answer."""
 

@@ -85,8 +85,7 @@ def test_a_plan_asks_no_question_twice_and_no_retired_one(compose, batch, seen, 
     for group in groups:
         assert group.fresh >= 1
         assert group.rows == ()
-        extra = compose == "appended"
-        assert group.fresh + group.choose <= K + extra
+        assert group.fresh + group.choose <= K + (compose == "appended")
         assert group.choose <= replay.memory.table.held[group.question]
 
 

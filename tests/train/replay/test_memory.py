@@ -15,8 +15,7 @@ from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Replay, Sett
 from exgrpo.train.replay.difficulty import BANDS
 from tests.train.batches import Row, make_batch
 
-K = 4
-QUESTIONS = 5
+K, QUESTIONS = 4, 5
 
 
 def group(

@@ -35,8 +35,6 @@ def expire(units, setting):
 
 number = 5
 """
-
-
 PAST = "batch.old_log_prob"
 
 
@@ -179,7 +177,6 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
         ("compose", "return []", "it plans no fresh answer, and not all questions are retired; it gives a list"),
         ("compose", "return [PlannedGroup(12, 4)]", "fresh=4, choose=0, rows=()), and questions are 0 to 11"),
-        ("compose", "return [PlannedGroup(3, -4)]", "it plans PlannedGroup(question=3, fresh=-4, choose=0, rows=())"),
         ("compose", "return [PlannedGroup(3, 2, 9)]", "choose=9, rows=()), and stored of that question are the rows"),
         ("compose", "return [PlannedGroup(3, 2, rows=(999,))]", "rows=(999,)), and stored of that question are the ro"),
         ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),

@@ -14,8 +14,7 @@ from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Setting, tab
 from exgrpo.train.replay.memory import NEVER
 from tests.train.batches import Row, make_batch
 
-K = 4
-QUESTIONS = 4
+K = QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
 NUMBERS = itertools.count()
 """The log-probs of each answer, by which equal responses can be told apart."""

@@ -194,10 +194,7 @@ def test_a_count_of_zero_comes_last(law):
     assert set(draw(rng, 2, 1, prioritised(law, units(count=np.zeros(2)))).tolist()) <= {0, 1}
 
 
-STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
-
-
-@given(STEPS, st.data())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
 def test_the_newest_and_the_oldest_steps_are_exhausted_in_order(steps, data):
     wanted, rng = data.draw(st.integers(0, len(steps))), np.random.default_rng(data.draw(st.integers(0, 9)))
     for name, order in (("newest", sorted(steps, reverse=True)), ("oldest", sorted(steps))):
