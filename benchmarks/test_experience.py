@@ -126,7 +126,7 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
         return lambda: benchmark.pedantic(lambda: (memory.trajectory_count, memory.bucket_sizes()), rounds=ROUNDS)
 
     def take(batch: StepBatch) -> None:
-        experience.memory.update(batch, STEPS, collect=True)
+        experience.memory.update(batch, STEPS, experience.memory.admitted(batch))
 
     if what == "update":
         return lambda: benchmark.pedantic(take, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)

@@ -317,7 +317,7 @@ class Trainer:
         replay = self.replay.state()
         generators = {**replay.values["generators"], "batch": self.batch_rng.bit_generator.state}
         # Answers that were generated ahead are generated again: by then the policy is a newer one.
-        ahead = self._next and numbers_of(self._next.groups)
+        ahead = self._next and numbers_of(self._next.groups, self.replay.memory.table.rows())
         own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
         return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
 

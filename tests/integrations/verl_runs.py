@@ -197,7 +197,7 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
             if more:
                 batch = batch.behind(fresh(len(planned), len(planned) + len(more)))
             planned += more
-        assert numbers_of(planned) == of_step["plan"]
+        assert numbers_of(planned, replay.memory.table.rows()) == of_step["plan"]
         replay.take_in(batch, step)
         among = np.arange(batch.groups)
         if options.rollout.refills and batch.teaches.any():

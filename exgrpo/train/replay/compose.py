@@ -1,4 +1,4 @@
-"""How a batch is made: functions `(supply) -> planned groups`; see `experience.supply`.
+"""How a batch is made: functions `(supply) -> planned groups`; see `exgrpo.train.replay.supply`.
 
 Some have a second one, `settle(batch, supply)`, which says what is trained on once the batch is graded: numbers of its
 groups, and planned groups of stored answers.

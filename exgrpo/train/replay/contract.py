@@ -17,7 +17,7 @@ there is no pass where the update itself sees that policy.
 Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,7 +33,7 @@ PRESENT = np.float32(np.inf)
 """In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
 
 PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
-SETTLED = "it gives a list of numbers of graded groups, and of planned groups without fresh answers"
+SETTLED = "it gives a list of numbers of graded groups, and of planned groups with stored answers by their rows"
 
 
 @dataclass(frozen=True)
@@ -124,24 +124,29 @@ def weights(given: Any, units: Units, *_: Any) -> str | None:
         return f"{_gave(log_weight)} in a Priority; {right}"
     if stratum is not None and len(units) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
         return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"
-    largest = log_weight.max(initial=-np.inf) if len(units) else 0.0
+    largest = log_weight.max() if len(units) else 0.0
     if not largest < np.inf:
         return f"a logarithm of a weight is {largest}"
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
 
 
-def planned(given: Any, *_: Any) -> str | None:
+def planned(given: Any, supply: Any) -> str | None:
     """Of `compose`."""
-    return _list_of(given, PlannedGroup, PLANNED)
+    if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, supply):
+        return wrong
+    nothing = not any(group.fresh for group in given) and not supply.memory.retired.all()
+    return f"it plans no fresh answer, and not all questions are retired; {PLANNED}" if nothing else None
 
 
-def settled(given: Any, batch: StepBatch, *_: Any) -> str | None:
+def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     """Of the function `settle` of a `compose`."""
     if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
-    late = [one.fresh for one in given if isinstance(one, PlannedGroup) and one.fresh]
-    if late:
-        return f"it plans {late[0]} fresh answers when all have been graded; {SETTLED}"
+    late = [one for one in given if isinstance(one, PlannedGroup)]
+    if asking := [one for one in late if one.fresh or one.choose]:
+        return f"it plans {shown(asking[0])} when all have been graded; {SETTLED}"
+    if wrong := _impossible(late, supply):
+        return wrong
     numbers = sorted(int(one) for one in given if not isinstance(one, PlannedGroup))
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(batch.groups)):
         return f"it gave the groups {shown(numbers)}, and there are {batch.groups}, from 0, each of which counts once"
@@ -193,6 +198,20 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
         return f"{_gave(given)}; {right}"
     wrong = [one for one in given if not isinstance(one, of) or isinstance(one, bool)]
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
+
+
+def _impossible(groups: Iterable[PlannedGroup], supply: Any) -> str | None:
+    """What no group can be."""
+    table = supply.memory.table
+    for group in groups:
+        question = group.question
+        numbers = (question, group.fresh, group.choose, *group.rows)
+        if not all(isinstance(one, int | np.integer) and one >= 0 for one in numbers) or question >= len(table.held):
+            return f"it plans {shown(group)}, and questions are 0 to {len(table.held) - 1}, answers 0 or more"
+        if group.choose > table.held[question] or not all(table.holds(question, row) for row in group.rows):
+            rows = table.of_question(question)
+            return f"it plans {shown(group)}, and stored of that question are the rows {shown(rows)}"
+    return None
 
 
 def _is_array(values: Any, kinds: str, size: int) -> bool:

@@ -129,20 +129,20 @@ class ExperienceMemory:
         chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.setting)
         return chosen & (batch.length > 0) & ~self.retired[batch.question][batch.group]
 
-    def update(self, batch: StepBatch, step: int, *, collect: bool, admitted: Mask | None = None) -> None:
-        """Take in the graded groups of one training step, and forget what the functions of `expire` say.
+    def update(self, batch: StepBatch, step: int, admitted: Mask) -> None:
+        """Take in the graded groups of one training step, store the rows that are admitted [N], and forget by `expire`.
 
-        Questions leave before the delayed start too; answers are stored only where `collect` (after it). `admitted` is
-        what the method of that name has given; None: it is asked now.
+        Questions leave before the delayed start too. Groups of stored answers alone show nothing.
         """
+        asked = np.unique(batch.group[batch.fresh])
+        admitted, batch = admitted[batch.rows_of(asked)], batch.of_groups(asked)
         evidence, question = self.evidence(batch), batch.question
         counts = self._counts(evidence, self.samples)
         for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
             self.earlier[of_group], self.shown[of_group] = self.shown[of_group], count
             self.times[of_group] += 1
         self.asked[question] = step
-        if collect:
-            self._store(batch, evidence, self.admitted(batch) if admitted is None else admitted)
+        self._store(batch, evidence, admitted)
         held = self.table.held[question] > 0
         self.count[question[held]] = np.clip(counts[held], 1, self.samples - 1)
         self._forget(step + 1, question[evidence.solved])

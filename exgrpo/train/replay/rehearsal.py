@@ -1,4 +1,4 @@
-"""A user's own functions of replay, tried on made-up answers before a run, so that their mistakes show at once."""
+"""The functions of a method, tried on made-up answers before a run, so that what is wrong with them shows at once."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,13 @@ from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
 from exgrpo.train.replay.replayed import Weigher
 
-STEPS = 6
-QUESTIONS, BATCH = 12, 4
+STEPS, QUESTIONS, BATCH = 6, 12, 4
 LONGEST = 6
 """Tokens of an answer."""
 
 
 def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: int, success: float) -> None:
-    """Some steps of replay without a model, if any of the method's functions is a user's own.
+    """Some steps of replay without a model.
 
     Args:
         experience: names the functions.
@@ -26,19 +25,20 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         success: a reward of at least this is a success.
 
     Raises:
-        ConfigError: a function cannot be found, takes other arguments, raises something or gives something else.
+        ConfigError: a function cannot be found, takes other arguments, raises something, gives something else, or does
+            not go with the others.
     """
-    names = (experience.admit, experience.prioritise, experience.compose, *experience.expire, objective.weigh)
-    if not any(":" in name for name in names):
-        return
     made_up = _MadeUp(success)
-    # With all that a run has to wait for, nothing would be replayed in a few steps.
-    options = experience.model_copy(update={"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "folder": None})
+    # With all that a run has to wait for, and shares of so small a batch, nothing would be replayed in a few steps.
+    soon = {"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "hard": 1.0, "band": (0.0, 1.0), "folder": None}
+    options = experience.model_copy(update={**soon, "ratio": experience.ratio and max(experience.ratio, 0.5)})
     setting = Setting(options, samples, success, objective.scale_by_std, objective.baseline, objective.beta1)
     replay = Replay(setting, QUESTIONS, seed=0)
     weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)
+        if not planned:  # all questions are retired
+            return
         stored = replay.select(planned, made_up.mean_scores)
         batch = made_up.answers(planned, step).beside(stored)
         replay.take_in(batch, step)

@@ -129,7 +129,7 @@ class Replay:
 
         Args:
             planned: G groups of a step.
-            score: is called once, with all candidates, if the rule compares scores and has to choose, else not at all.
+            score: is called once, with all candidates, if there are any and the rule compares scores, else not at all.
 
         Returns:
             G groups of replayed rows, perhaps of none.
@@ -222,7 +222,7 @@ class Replay:
         """
         rewards = batch.reward[batch.fresh]
         rate = float(is_success(rewards, self.setting.success).mean())
-        self.memory.update(batch, step, collect=self.active, admitted=admitted)
+        self.memory.update(batch, step, self.admitted(batch) if admitted is None else admitted)
         # Continuous rewards may never reach `success`.
         progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
         self.open |= progress > self.config.start_pass_rate
@@ -256,9 +256,12 @@ class Replay:
         self.memory.restore(arrays, state.trajectories)
 
 
-def numbers_of(planned: Sequence[PlannedGroup]) -> list[list[int]]:
-    """Planned groups as plain numbers, for `planned_from`."""
-    return [[group.question, group.fresh, group.choose, *group.rows] for group in planned]
+def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:
+    """Planned groups as plain numbers, for `planned_from` once the memory is restored.
+
+    A restored table has no gaps, so stored answers are named by their places among its `rows` [N].
+    """
+    return [[one.question, one.fresh, one.choose, *np.searchsorted(rows, one.rows).tolist()] for one in planned]
 
 
 def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:

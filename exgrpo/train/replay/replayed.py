@@ -31,24 +31,12 @@ class Weigher:
         ConfigError: there is no such function, or it declares what there is not.
     """
 
-    def __init__(
-        self,
-        objective: ObjectiveConfig,
-        success: float,
-        score: ScoreRows,
-        *,
-        one_update: bool,
-    ) -> None:
+    def __init__(self, objective: ObjectiveConfig, success: float, score: ScoreRows, *, one_update: bool) -> None:
         self._weigh: Weigh = rules.find("weigh", objective.weigh)
         self.term, self._present = declared(self._weigh, objective.weigh)
         self._one_update = one_update
         self._score = score
-        self._options = WeighOptions(
-            success=success,
-            second_moment=objective.second_moment,
-            trigger=objective.trigger,
-            coefficient=objective.coefficient,
-        )
+        self._options = WeighOptions(success, objective.second_moment, objective.trigger, objective.coefficient)
 
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":

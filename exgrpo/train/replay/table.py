@@ -108,6 +108,10 @@ class Table:
             **{name: self.values(name, rows) for name in OF_TRAJECTORY if name in OF_ROW},
         )
 
+    def holds(self, question: int, row: int) -> bool:
+        """Whether a row >= 0 is there, and an answer to this question."""
+        return row < self._size and bool(self._alive[row]) and self.value("question", row) == question
+
     def of_question(self, question: int) -> list[int]:
         """The rows of a question, oldest first."""
         return list(self._chain(question))[::-1]

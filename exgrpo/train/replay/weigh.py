@@ -1,4 +1,4 @@
-"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `experience.contract`."""
+"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `exgrpo.train.replay.contract`."""
 
 import numpy as np
 

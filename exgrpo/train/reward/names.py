@@ -24,9 +24,7 @@ from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.grading import AUTO, FORMS, math_no_think_part, math_part
 
 Reward = Callable[..., Any]
-
 Key = Callable[[str, str], str]
-
 Kind = Literal["form", "found", "key"]
 """Of a function beside a reward."""
 
@@ -86,7 +84,7 @@ def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]
         form: a name in `grading.FORMS`: only the answer in this form counts; a reward of the user's own gets the
             whole response all the same.
     """
-    part: Callable[[str], str | None] = BUILTIN.get(name, _whole)
+    part: Callable[[str], str | None] = BUILTIN.get(name, lambda response: response)
     if form == AUTO or is_own(name):
         return part
 
@@ -95,10 +93,6 @@ def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]
         return None if answer is None else part(answer)
 
     return in_form
-
-
-def _whole(response: str) -> str:
-    return response
 
 
 def absolute(reward: str) -> str:

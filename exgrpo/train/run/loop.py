@@ -34,8 +34,7 @@ from exgrpo.train.run.validation import Course
 from exgrpo.train.run.weight_check import check_engine
 from exgrpo.train.trainer import StepResult
 
-PROBE_QUESTIONS = 4
-PROBE_TOKENS = 32
+PROBE_QUESTIONS, PROBE_TOKENS = 4, 32
 
 
 def run(config: Config, early: Early, resources: ExitStack, resume: Path | None = None) -> None:

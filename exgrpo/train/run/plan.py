@@ -110,9 +110,8 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
         gpus: how many, one rank each.
         available: bytes of each that tensors may take.
     """
-    chosen = tuple(key for key in PLANNED if flat(config)[key] is None)
-    if engine_of(config) != "vllm":
-        chosen = tuple(key for key in chosen if key != CACHE)
+    bounded = PLANNED if engine_of(config) == "vllm" else (CHECKPOINTING, PASS)
+    chosen = tuple(key for key in bounded if flat(config)[key] is None)
     passes, caches = _passes(config), _caches(config, shape, gpus, available)
 
     def best(rungs: Sequence[dict[str, Any]], moments: Sequence[str]) -> dict[str, Any]:

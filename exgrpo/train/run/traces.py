@@ -76,10 +76,10 @@ def _written(value: Any) -> npt.NDArray[np.bool_]:
 
 def _sets(value: Any) -> KeptSets:
     try:
-        kept = KeptSets.of(list(value))
-    except (TypeError, ValueError, OverflowError):
+        kept = KeptSets.of([_token_ids(words) for words in value])
+    except (TypeError, ValueError):
         raise ValueError("it must be a list of lists of token ids") from None
-    if (kept.ids < 0).any() or any(len(np.unique(words)) < len(words) for words in kept.lists()):
+    if any(len(np.unique(words)) < len(words) for words in kept.lists()):
         raise ValueError("it must be lists of token ids, each once")
     return kept
 

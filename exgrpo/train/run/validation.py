@@ -159,10 +159,7 @@ class Course:
             found |= metrics(overall, by_source, name)
             sentences.append(_sentence(name, step, overall))
         self._take(found)
-        cost = {
-            "tokens/evaluation": self.answerer.tokens - tokens,
-            "seconds/evaluation": time.perf_counter() - start,
-        }
+        cost = {"tokens/evaluation": self.answerer.tokens - tokens, "seconds/evaluation": time.perf_counter() - start}
         return {**found, **cost}, sentences
 
     def _take(self, found: dict[str, float]) -> None:

@@ -43,7 +43,7 @@ BAD = [
     ({"response_ids": [5, 7], "kept": [[5], [6]]}, "kept lacks a token of response_ids"),
     *(
         ({"response_ids": [5, 7], "kept": words}, "kept: it must be")
-        for words in ([[5, 5], []], [[5, -1], []], 5, ["a", []])  # twice, no token id, no lists
+        for words in ([[5, 5], []], [[5, -1], []], [[5.5], []], 5, ["a", []])  # twice, no token ids, no lists
     ),
 ]
 

@@ -8,14 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from exgrpo.train.checkpoint.listing import (
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    SavedFile,
-    read_manifest,
-    write_manifest,
-)
+from exgrpo.train.checkpoint.listing import FORMAT, MANIFEST, Manifest, SavedFile, read_manifest, write_manifest
 from exgrpo.train.common.durable import DamagedFileError
 
 WHOLE = Manifest(

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.replay import rules
 from exgrpo.train.run import startup_checks as early
 from tests.train.configs import configured
 from tests.train.trainers import half, make, updated
@@ -18,7 +17,7 @@ def admit(batch, setting):
     return batch.fresh & (batch.reward < setting.success)
 
 def prioritise(units, setting):
-    return Priority(-1e3 * units.question.astype(float))
+    return Priority(-1000 * units.question)
 
 def settle(batch, supply):
     return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
@@ -36,8 +35,6 @@ def expire(units, setting):
 
 number = 5
 """
-
-
 PAST = "batch.old_log_prob"
 
 
@@ -71,6 +68,21 @@ def test_a_method_may_be_a_file_of_ones_own(own):
     replayed = [row for row in updated(trainer) if row.replayed]
     assert {row.advantage for row in replayed} == {7.0}
     assert set(trainer.policy.terms) == {"ratio"}
+
+
+def test_stored_answers_that_are_planned_ahead_are_the_same_after_a_restart(tmp_path):
+    """A restored memory numbers its rows anew."""
+    path = tmp_path / "ahead.py"
+    path.write_text("def compose(supply):\n    return [*supply.fresh(4), *supply.alone(supply.draw('stored', 2))]\n")
+    experience = {"compose": f"{path}:compose", "advantage": "stored", "capacity": 12}
+    rollout = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
+    trainer, other = (make(half(24), experience=experience, rollout=rollout) for _ in range(2))
+    for step in range(1, 6):
+        trainer.step(step)
+    other.restore(trainer.state())
+    expected, found = (one.step(6).batch for one in (trainer, other))
+    assert expected.replayed.sum() == 2
+    assert found.token.tolist() == expected.token.tolist()
 
 
 @pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
@@ -163,10 +175,15 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
         ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
         ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        ("compose", "return []", "it plans no fresh answer, and not all questions are retired; it gives a list"),
+        ("compose", "return [PlannedGroup(12, 4)]", "fresh=4, choose=0, rows=()), and questions are 0 to 11"),
+        ("compose", "return [PlannedGroup(3, 2, 9)]", "choose=9, rows=()), and stored of that question are the rows"),
+        ("compose", "return [PlannedGroup(3, 2, rows=(999,))]", "rows=(999,)), and stored of that question are the ro"),
         ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
         ("settle", "return [0, 3]", "it gave the groups [0, 3], and there are 3, from 0, each of which counts once"),
         ("settle", "return [*np.arange(2), 1]", "it gave the groups [0, 1, 1], and there are 3"),
-        ("settle", "return supply.fresh(1)", "it plans 4 fresh answers when all have been graded; it gives a list of"),
+        ("settle", "return supply.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
+        ("settle", "return [PlannedGroup(0, 0, 2)]", "fresh=0, choose=2, rows=()) when all have been graded; it gives"),
         ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
         (
             "expire",
@@ -213,10 +230,8 @@ def test_a_function_that_takes_other_arguments_is_refused(own, kind):
         early.check_method(configured(places(own)))
 
 
-@pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "weigh", "expire"])
-def test_functions_that_ship_go_through_a_rehearsal(own, kind):
-    """Beside functions of a user's own, for only then there is one."""
-    limits = {"max_age": 3, "max_uses": 3, "capacity": 9}
-    for name in rules.names(kind):
-        if kind != "prioritise" or name in ("uniform", "random", "newest", "least_used"):
-            early.check_method(configured(places(own, **{kind: name}), {"experience": limits}))
+@pytest.mark.parametrize("compose", ["again", "bapo", "returning"])
+def test_functions_that_do_not_go_together_are_told_before_the_run_however_little_is_replayed(compose):
+    values = {"compose": compose, "prioritise": "freshness", "advantage": "stored", "ratio": 0.01, "band": (0.99, 1.0)}
+    with pytest.raises(ConfigError, match="prioritise looks at 'reward', which is not known of what is drawn here"):
+        early.check_method(configured({"experience": values}))

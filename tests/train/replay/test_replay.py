@@ -64,12 +64,6 @@ def test_selection_equals_brute_force(values):
     assert set(RULES) == {*expected, "random"}
 
 
-def test_random_selection_is_uniform():
-    candidates = np.ones(4, np.int64), MeanScores(np.zeros(4), np.zeros(4)), np.random.default_rng(0)
-    counts = np.bincount([RULES["random"](*candidates) for _ in range(4000)])
-    assert abs(counts - 1000).max() < 4 * np.sqrt(4000 * 0.25 * 0.75)
-
-
 def test_what_is_replayed_is_as_it_was_stored():
     replay = Replay(
         Setting(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0

@@ -14,8 +14,7 @@ from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Setting, tab
 from exgrpo.train.replay.memory import NEVER
 from tests.train.batches import Row, make_batch
 
-K = 4
-QUESTIONS = 4
+K = QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
 NUMBERS = itertools.count()
 """The log-probs of each answer, by which equal responses can be told apart."""
@@ -196,7 +195,8 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
         for place in places:
             model.rows[place]["replays"] += 1
         groups = [group_of(question, answers, step, mixed=mixed) for question, answers, mixed in entries]
-        memory.update(make_batch(groups), step, collect=step >= start)
+        batch = make_batch(groups)
+        memory.update(batch, step, memory.admitted(batch) & (step >= start))
         model.update(groups, step, collect=step >= start)
         check(memory, model, step + 1)
         restored = ExperienceMemory(QUESTIONS, setting)
@@ -211,5 +211,5 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
 
 def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
     memory = ExperienceMemory(2, Setting(ExperienceConfig(ratio=0.0, max_age=1), K))
-    memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, collect=False)
+    memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, np.zeros(K, bool))
     assert not memory.retired.any()

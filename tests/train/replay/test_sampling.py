@@ -14,7 +14,7 @@ from scipy import stats
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.replay import ExperienceConfig, Priority, Replay, Setting, Units, candidates, draw, rules
 from tests.train.batches import make_batch
-from tests.train.replay.test_memory import group
+from tests.train.replay.test_memory import group, take_in
 
 K = 8
 VALUES = sorted({float(Fraction(K * m, f)) for f in (K - 1, K) for m in range(1, f)})
@@ -80,9 +80,9 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     shown = [pair for pair in shown for _ in range(30)]
     replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
     memory = replay.memory
-    memory.update(make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]), 0, collect=True)
+    take_in(memory, make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]))
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
-    memory.update(make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1, collect=True)
+    take_in(memory, make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1)
     planned = [replay.plan(8, 2) for _ in range(3000)]
     assert all(sum(one.choose for one in groups) == 4 for groups in planned)
     drawn = np.array([one.question for groups in planned for one in groups if one.choose])
@@ -194,10 +194,7 @@ def test_a_count_of_zero_comes_last(law):
     assert set(draw(rng, 2, 1, prioritised(law, units(count=np.zeros(2)))).tolist()) <= {0, 1}
 
 
-STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=20)
-
-
-@given(STEPS, st.data())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
 def test_the_newest_and_the_oldest_steps_are_exhausted_in_order(steps, data):
     wanted, rng = data.draw(st.integers(0, len(steps))), np.random.default_rng(data.draw(st.integers(0, 9)))
     for name, order in (("newest", sorted(steps, reverse=True)), ("oldest", sorted(steps))):

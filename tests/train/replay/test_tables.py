@@ -13,13 +13,10 @@ from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES
 from exgrpo.train.replay.difficulty import BANDS
 
-TABLES = [
-    (ExperienceConfig, "trajectory", RULES),
-    (ObjectiveConfig, "train_on", BANDS),
-]
 
-
-@pytest.mark.parametrize(("section", "field", "table"), TABLES)
+@pytest.mark.parametrize(
+    ("section", "field", "table"), [(ExperienceConfig, "trajectory", RULES), (ObjectiveConfig, "train_on", BANDS)]
+)
 def test_every_entry_is_a_choice_and_nothing_else(section, field, table):
     assert set(get_args(section.model_fields[field].annotation)) == set(table)
     with pytest.raises(ValidationError) as refused:

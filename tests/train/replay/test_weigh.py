@@ -264,8 +264,7 @@ def test_the_replayed_rows_that_are_trained_on_take_their_terms_in_order(tmp_pat
     weigher(tmp_path, TERMS, score=-np.arange(7) / 8)(batch)
     # Tokens 1 22 3 44 6 55, of which 55, 22 and 3 have got terms.
     np.testing.assert_array_equal(
-        batch.ratio_log_prob,
-        np.array([-0.5, -1.25, -1.25, -2.375, -0.5, -0.5, np.nan, -0.625, -0.625], np.float32),
+        batch.ratio_log_prob, np.array([-0.5, -1.25, -1.25, -2.375, -0.5, -0.5, np.nan, -0.625, -0.625], np.float32)
     )
     assert batch.factor.tolist() == [1, 2, 2, 3, 1, 1, 1, 1, 1]
     assert batch.advantage.tolist() == [9, 1, 2, 6, 5, 0]

@@ -189,10 +189,7 @@ def test_a_reward_that_fails_at_times_is_counted_and_told(tmp_path):
     assert found == "preflight: of 4 answers 4 are finished, 2 are right, on 2 the reward failed"
     assert problem is None
     (news,) = asked.news()
-    assert re.search(
-        r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 17\)",
-        news,
-    )
+    assert re.search(r"some' failed on an answer to 'question [13]', .*: NameError: .* \(mine.py, line 17\)", news)
 
 
 def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
