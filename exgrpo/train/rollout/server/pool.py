@@ -124,6 +124,7 @@ class ServerPool:
 
     def _next(self, done: "SimpleQueue[Future[Reply]]") -> "Future[Reply]":
         """The next job that is done; where that takes long, a warning says what is waited for."""
+        waited = 0
         seconds = LEAST_SECONDS
         while True:
             try:
@@ -131,8 +132,9 @@ class ServerPool:
             except Empty:
                 with self._lock:
                     waiting = "; ".join(f"{url} has {one.outstanding} to give" for url, one in self._members.items())
-                logger.warning("no answer of a rollout server for %d s: %s", seconds, waiting)
-                seconds *= 2
+                waited += seconds
+                logger.warning("no answer of a rollout server for %d s: %s", waited, waiting)
+                seconds = waited
 
     def _answer(self, call: _Call, job: Job) -> Reply:
         seconds = min(LONG_SECONDS, LEAST_SECONDS + TOKEN_SECONDS * job.sampling.max_tokens)

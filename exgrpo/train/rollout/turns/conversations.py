@@ -4,6 +4,7 @@ Tokens in, tokens out: the policy reads the very tokens that it has written, and
 """
 
 import logging
+import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ class Conversations:
                 else:
                     yield answer.finished(whole=whole)
             open_: list[_Answer] = []
-            end = time.monotonic() + self.options.time_limit * (1 + len(waiting) // THREADS)
+            end = time.monotonic() + self.options.time_limit * math.ceil(len(waiting) / THREADS)
             for answer, reply in waiting:
                 whole = self._hear(answer, reply, end, requests[answer.request])
                 if whole is None:
