@@ -84,6 +84,8 @@ class Replay:
         self.setting, self.config = setting, setting.options
         self.memory = ExperienceMemory(questions, setting)
         self.open = self.config.start_pass_rate == 0
+        self._opened = -1
+        """The step that has opened it: replay begins with the next one."""
         self.watch = RewardWatch(setting.success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
@@ -113,7 +115,7 @@ class Replay:
         return (self.active and self.memory.admits_by_scores) or getattr(self._settle, "scores", False)
 
     def _supply(self, batch: int, step: int) -> Supply:
-        ratio = self.config.ratio if self.active else 0.0
+        ratio = self.config.ratio if self.active and step > self._opened else 0.0
         return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
@@ -225,7 +227,8 @@ class Replay:
         self.memory.update(batch, step, self.admitted(batch) if admitted is None else admitted)
         # Continuous rewards may never reach `success`.
         progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
-        self.open |= progress > self.config.start_pass_rate
+        if not self.open and progress > self.config.start_pass_rate:
+            self.open, self._opened = True, step
         return TakenIn(rate, self.watch.observe(rewards))
 
     def _generators(self) -> dict[str, np.random.Generator]:

@@ -89,13 +89,15 @@ def test_a_plan_asks_no_question_twice_and_no_retired_one(compose, batch, seen, 
         assert group.choose <= replay.memory.table.held[group.question]
 
 
+@pytest.mark.parametrize("right", [2, K])
 @pytest.mark.parametrize("compose", COMPOSES)
-def test_before_replay_begins_a_batch_is_fresh(compose):
+def test_before_replay_begins_a_batch_is_fresh_and_that_of_the_step_that_opens_it_is_too(compose, right):
     replay = replaying(compose, 12, {question: question % 5 for question in range(8)}, start_pass_rate=0.9)
     assert not replay.active
     groups = replay.plan(6, 2)
     assert [(group.fresh, group.choose) for group in groups] == [(K, 0)] * 6
-    fresh, alone = settled(replay, {group.question: 2 for group in groups}, 6, 2)
+    fresh, alone = settled(replay, {group.question: right for group in groups}, 6, 2)
+    assert replay.active == (right == K)
     assert [question_of(group) for group in fresh] == [group.question for group in groups]
     assert alone == []
 
