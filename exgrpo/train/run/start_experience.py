@@ -335,13 +335,14 @@ def _advantage(row: _Row, count: float, setting: Setting) -> float:
     """In the group that it was written in; where it is not known, that in a group of this success count."""
     if row.advantage is not None:
         return row.advantage
-    rate = count / setting.samples
+    samples = setting.samples
+    rate = count / samples
     value = rate * setting.success
     if setting.baseline == "log_mean_exp":
         value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
     advantage = row.one.reward - value
     if setting.scale_by_std:
-        advantage /= math.sqrt(rate * (1 - rate))
+        advantage /= (abs(setting.success) or 1) * math.sqrt(rate * (1 - rate) * samples / (samples - 1))
     if setting.baseline == "leave_one_out":
-        advantage *= setting.samples / (setting.samples - 1)
+        advantage *= samples / (samples - 1)
     return advantage

@@ -238,7 +238,7 @@ def test_missing_rewards_and_keys_are_the_graders(tmp_path):
 
 OF_RATE = {
     "mean": ({}, lambda r: r - r.mean()),
-    "scaled": ({"objective.scale_by_std": True}, lambda r: (r - r.mean()) / r.std()),
+    "scaled": ({"objective.scale_by_std": True, "reward.success": 2.0}, lambda r: (r - r.mean()) / r.std(ddof=1)),
     "regression": (
         {"objective.baseline": "log_mean_exp", "objective.beta1": 0.5},
         lambda r: r - 0.5 * np.log(np.exp(r / 0.5).mean()),
@@ -249,10 +249,10 @@ OF_RATE = {
 @pytest.mark.parametrize("name", OF_RATE)
 def test_an_advantage_that_is_not_known_is_that_of_a_group_of_the_same_pass_rate(tmp_path, name):
     given, expected = OF_RATE[name]
-    path = write(tmp_path / "traces.jsonl", *(trace(0, text) for text in ("5 7", "6 7", "7 7", "8 8")))
-    trainer, _ = begin(path, **given)
-    found = trainer.replay.memory.table.column("advantage").tolist()
-    assert found == pytest.approx(expected(np.array([1, 1, 1, 0])))
+    rewards = given.get("reward.success", 1.0) * np.array([1, 1, 1, 0])
+    rows = (trace(0, f"{i} 7", reward=reward) for i, reward in enumerate(rewards, 5))
+    trainer, _ = begin(write(tmp_path / "traces.jsonl", *rows), **given)
+    assert trainer.replay.memory.table.column("advantage").tolist() == pytest.approx(expected(rewards))
 
 
 def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt_or_what_it_reads(tmp_path):
