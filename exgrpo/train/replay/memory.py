@@ -177,6 +177,8 @@ class ExperienceMemory:
         advantage, net = np.full(len(batch), np.nan), batch.net_reward
         if self.setting.baseline == "log_mean_exp":
             return net - batch.optimal_value(self.setting.beta1, counts)[batch.group]
+        # As in the loss: of numbers in fp32 sums are exact, and where all rewards are alike, advantages are 0.
+        net = net.astype(np.float32).astype(np.float64)
         for of_group in map(slice, batch.group_start[:-1], batch.group_start[1:]):
             rewards = net[of_group][counts[of_group]]
             divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0

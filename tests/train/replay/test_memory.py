@@ -4,6 +4,7 @@ import math
 import statistics
 import tracemalloc
 from fractions import Fraction
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.replay import Baseline
 from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Replay, Setting
 from exgrpo.train.replay.difficulty import BANDS
 from tests.train.batches import Row, make_batch
@@ -128,6 +130,13 @@ def test_a_success_is_what_the_setting_says(success, stored, right):
     assert memory.trajectory_count == stored
     assert memory.count[0] == stored
     assert memory.retired.tolist() == [False, success < 1]
+
+
+@pytest.mark.parametrize("baseline", get_args(Baseline))
+def test_answers_that_are_all_alike_have_no_advantage_to_the_bit(baseline):
+    memory = ExperienceMemory(1, Setting(ExperienceConfig(admit="all"), 3, baseline=baseline))
+    take_in(memory, make_batch([group(0, [0.1] * 3)]))
+    assert memory.table.column("advantage").tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
