@@ -163,15 +163,20 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def same_in_inference(model: nn.Module) -> None:
-    """Have quantised layers compute the same with and without gradients.
+    """Have a model compute the same with and without gradients: else ratios of one policy to itself would not be 1.
 
-    On processors with AVX512-BF16, bitsandbytes rounds their scales to 8 bits when no gradient is wanted: ratios of one
-    policy to itself would not be 1.
+    Dropout (GPT-2, OPT) is taken out. On processors with AVX512-BF16, bitsandbytes rounds the scales of quantised
+    layers to 8 bits when no gradient is wanted.
     """
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+        for name, value in vars(layer).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
 
 
 def exact_frequencies(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError
@@ -148,6 +149,18 @@ def test_the_kernels_get_the_memory_that_the_configuration_says(tmp_path):
 
 def policy_of(folder, **options):
     return Policy(of_trainer.config(folder, OBJECTIVE, **options), find_model(str(folder)), ALONE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_an_update_has_no_dropout(name, tmp_path):
+    shape = {**tiny.SHAPE, **tiny.ARCHITECTURES[name], "vocab_size": of_trainer.VOCABULARY}
+    config = AutoConfig.for_model(name, **shape)
+    assert 0.1 in config.to_dict().values()
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = policy_of(tmp_path)
+    minibatch = of_trainer.minibatches(OBJECTIVE)[0]
+    before = policy.score(minibatch.batch, 1.0)
+    assert policy.update(minibatch, clip=True, keep_scores=True).scores.log_prob == pytest.approx(before.log_prob)
 
 
 def gradients_by_pass(policy):
