@@ -301,7 +301,7 @@ class Trainer:
                 rows = minibatch.batch
                 moved = updates or self.anchored or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
-                minibatch.couple(now, self.config.objective.beta2)
+                minibatch.couple(now, self.config.objective.beta2, rows.fresh | (term == "clipped"))
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
             if update.scores:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from exgrpo.kernels import group_advantage
+from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.replay import Baseline
@@ -43,7 +44,7 @@ class MiniBatch:
         """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
         return bool(((self.batch.advantage != 0) | self.all_rows).any())
 
-    def couple(self, log_prob: Floats, beta2: float) -> None:
+    def couple(self, log_prob: Floats, beta2: float, among: Mask) -> None:
         """Take from each advantage the mean of A - beta2 S over its group, with S the log-ratio of an answer.
 
         A regression of S on these advantages compares the answers of a group, whatever the baseline is.
@@ -51,11 +52,12 @@ class MiniBatch:
         Args:
             log_prob: [T] of the policy before this update.
             beta2: see above.
+            among: [n] the rows that the regression is of; others stay as they are.
         """
         batch, reference = self.batch, self.batch.ratio_log_prob
         moved = np.subtract(log_prob, reference, out=np.zeros_like(log_prob), where=reference != PRESENT)
-        rest = batch.mean(batch.advantage - beta2 * batch.sums(moved))
-        batch.fill(advantage=batch.advantage - rest[batch.group])
+        rest = batch.mean(batch.advantage - beta2 * batch.sums(moved), among)[batch.group]
+        batch.fill(advantage=batch.advantage - np.where(among, rest, 0))
 
     def refer_to(self, batch: StepBatch | None, *, anchored: bool = False) -> None:
         """Say what ratios of fresh rows refer to, and take over their factors.

@@ -122,8 +122,10 @@ def test_groups_that_are_all_right_teach_a_regression_alone(surrogate, rows):
     assert all((row.advantage, row.weight) == (0, 1) for row in updated(trainer))
 
 
-def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advantages():
-    objective = {"surrogate": "coupled", "weigh": "clipped", "normalize": "answer", "beta2": 0.5, "entropy_coef": 0.0}
+@pytest.mark.parametrize("weigh", ["clipped", "shaped"])
+def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advantages(weigh):
+    """Of the answers that the regression is of: stored ones with a term of their own keep their advantages."""
+    objective = {"surrogate": "coupled", "weigh": weigh, "normalize": "answer", "beta2": 0.5, "entropy_coef": 0.0}
     trainer = make(half(20), objective=objective, experience={"start_pass_rate": 0.0, "ratio": 1.0})
     trainer.step(1)
     assert len(trainer.policy.scored) == 2, "for the stored answers, and for the second optimiser step"
@@ -136,8 +138,9 @@ def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advant
         now = fake_score(rows.token, version + number).log_prob
         reference = np.where(np.isposinf(rows.ratio_log_prob), now, rows.ratio_log_prob)
         moved = np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
+        among = rows.fresh | (weigh == "clipped")
         rest = plain[minibatch.rows] - 0.5 * moved
-        expected = plain[minibatch.rows] - rows.mean(rest)[rows.group]
+        expected = plain[minibatch.rows] - among * rows.mean(rest, among)[rows.group]
         np.testing.assert_allclose(rows.advantage, expected, atol=1e-5)
         assert np.abs(moved).max() > 0.01
 

@@ -211,7 +211,7 @@ def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, basel
     rows = minibatch.batch
     log_prob = torch.from_numpy((rows.ratio_log_prob + moved).astype(np.float64)).requires_grad_()
     old, lengths = torch.from_numpy(rows.ratio_log_prob.astype(np.float64)), torch.from_numpy(rows.length)
-    minibatch.couple(log_prob.detach().numpy(), beta2)
+    minibatch.couple(log_prob.detach().numpy(), beta2, np.ones(len(rows), bool))
     advantage = torch.from_numpy(rows.by_token(rows.advantage))
     tokens = RatioTokens(log_prob, old, advantage, lengths, torch.ones_like(old))
     found = SURROGATES.find("coupled")(tokens, SurrogateOptions(None, beta2=beta2)).value.sum() / minibatch.normalizer
