@@ -134,6 +134,11 @@ def check_surrogate(config: Config) -> None:
             f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
             "oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
         )
+    if config.objective.anchor == "start" and config.objective.kl_coef and config.objective.kl_corrected:
+        raise ConfigError(
+            "objective.kl_corrected multiplies by the ratio to the policy that wrote a token, and with anchor start "
+            "ratios are to the start: take kl_corrected false, or leave kl_coef out"
+        )
     if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
         raise ConfigError(
             f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "

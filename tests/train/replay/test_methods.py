@@ -218,6 +218,8 @@ def test_replayed_groups_are_filled_up_beside_refills():
         ({"surrogate": "coupled"}, "surrogate coupled compares the answers of a group, and experience.compose buffer"),
         ({"surrogate": "topr", "anchor": "start"}, "anchor start is for regressions, and objective.surrogate is topr"),
         ({"surrogate": "oapl", "anchor": "start"}, None),
+        ({"surrogate": "oapl", "anchor": "start", "kl_coef": 0.1}, "take kl_corrected false, or leave kl_coef out"),
+        ({"surrogate": "oapl", "anchor": "start", "kl_coef": 0.1, "kl_corrected": False}, None),
     ],
 )
 def test_a_surrogate_that_does_not_go_with_the_other_options_is_named(objective, message):
