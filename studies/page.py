@@ -142,7 +142,10 @@ def _claims(findings: Findings) -> Table:
             rows.append(
                 [claim.text, against, _signed(found), "agrees" if found.value * claim.sign > 0 else "disagrees"]
             )
-    text = "Differences at the end of training, means over the tasks; undecided: the interval includes 0."
+    text = (
+        "Differences at the end of training, means over the tasks; above or below 0: the interquartile mean of a "
+        "curve's means over the run; undecided: the interval includes 0."
+    )
     return Table("Claims", text, ["claim", "which means", "here", "verdict"], rows)
 
 
