@@ -133,8 +133,8 @@ def _claims(findings: Findings) -> Table:
     for claim in findings.study.plan.claims:
         found = findings.of_claim(claim)
         against = f"{claim.arm} {'above' if claim.sign > 0 else 'below'} {claim.against or '0'}"
-        if found is None:
-            rows.append([claim.text, against, "", "not run"])
+        if found is None or math.isnan(found.value):
+            rows.append([claim.text, against, "", "not run" if found is None else "a run lacks the number"])
         elif not found.excludes(0):
             few = math.isnan(found.low)
             rows.append([claim.text, against, _signed(found), "too few seeds" if few else "undecided"])
