@@ -29,7 +29,7 @@ PROGRAM = "python -m studies.check"
 TIMED = ("seconds",)
 """Curves that no two runs have in common."""
 EQUAL = 10.0 ** (1 - DIGITS)
-"""Numbers of so many digits are equal if they differ by less, relative to the larger one."""
+"""Numbers that the file rounds are equal if they differ by no more, relative to the larger one."""
 
 
 class DifferentError(ExgrpoError, RuntimeError):
@@ -48,7 +48,7 @@ class Options(BaseModel):
 
 
 def gap(before: Result, after: Result) -> tuple[float, str]:
-    """The largest relative difference of two results' curves, and the curve that has it."""
+    """The largest relative difference of two results' curves, and the curve that has it; 0 of what is equal."""
     gaps = {}
     for name in before.curves.keys() - set(TIMED):
         old, new = before.curves[name], after.curves.get(name, np.empty(0))
@@ -56,7 +56,8 @@ def gap(before: Result, after: Result) -> tuple[float, str]:
             gaps[name] = np.inf
         else:
             scale = np.maximum(np.maximum(np.abs(old), np.abs(new)), np.finfo(np.float64).tiny)
-            gaps[name] = float(np.nanmax(np.append(0.0, np.abs(old - new) / scale)))
+            relative, whole = np.abs(old - new) / scale, (old % 1 == 0) & (new % 1 == 0)  # whole: not rounded
+            gaps[name] = float(np.append(0.0, relative[whole | (relative > EQUAL)]).max())
     name = max(gaps, key=gaps.__getitem__)
     return gaps[name], name
 
@@ -81,9 +82,9 @@ def main(argv: Sequence[str]) -> int:
                 return
             # What is compared has been rounded as the file rounds.
             largest, name = gap(done[planned.key], Result.of_line(again.to_line()))
-            different += largest > EQUAL
+            different += largest > 0
             where = f"{planned.arm} on {planned.task}, seed {planned.seed}"
-            table.add_row(where, done[planned.key].commit, f"{largest:.2g}" if largest > EQUAL else "none", name)
+            table.add_row(where, done[planned.key].commit, f"{largest:.2g}" if largest else "none", name)
         Console().print(table)
         if different:
             raise DifferentError(f"{different} of {len(chosen)} runs came to something else")

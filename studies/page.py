@@ -133,8 +133,8 @@ def _claims(findings: Findings) -> Table:
     for claim in findings.study.plan.claims:
         found = findings.of_claim(claim)
         against = f"{claim.arm} {'above' if claim.sign > 0 else 'below'} {claim.against or '0'}"
-        if found is None:
-            rows.append([claim.text, against, "", "not run"])
+        if found is None or math.isnan(found.value):
+            rows.append([claim.text, against, "", "not run" if found is None else "a run lacks the number"])
         elif not found.excludes(0):
             few = math.isnan(found.low)
             rows.append([claim.text, against, _signed(found), "too few seeds" if few else "undecided"])
@@ -142,7 +142,10 @@ def _claims(findings: Findings) -> Table:
             rows.append(
                 [claim.text, against, _signed(found), "agrees" if found.value * claim.sign > 0 else "disagrees"]
             )
-    text = "Differences at the end of training, means over the tasks; undecided: the interval includes 0."
+    text = (
+        "Differences at the end of training, means over the tasks; above or below 0: the interquartile mean of a "
+        "curve's means over the run; undecided: the interval includes 0."
+    )
     return Table("Claims", text, ["claim", "which means", "here", "verdict"], rows)
 
 

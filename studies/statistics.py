@@ -166,7 +166,7 @@ def _at_their_end(
     reached costs infinitely much.
     """
     keys = (*costs, "pass_at_1")
-    mine, others = (np.array([[run.curves[key] for key in keys] for run in runs]) for runs in (ours, theirs))
+    mine, others = (_aligned(runs, keys) for runs in (ours, theirs))
 
     def statistic(i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]) -> float:
         (*spent, reached), (*spent_by_other, reached_by_other) = mine[i].mean(axis=0), others[j].mean(axis=0)
@@ -185,6 +185,12 @@ def _at_their_end(
     # A quantile between a finite and an infinite value is not a number: the higher one is taken.
     low, high = np.quantile(drawn, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), method="higher")
     return Interval(value, float(low), float(high))
+
+
+def _aligned(runs: Sequence[Result], keys: Sequence[str]) -> FloatArray:
+    """[runs, keys, evaluations] curves of an arm; a run that ended early stays at its last values."""
+    steps = max((run.curves["step"] for run in runs), key=lambda of_run: float(of_run[-1]))
+    return np.array([[np.interp(steps, run.curves["step"], run.curves[key]) for key in keys] for run in runs])
 
 
 def _first(x: FloatArray, y: FloatArray, target: float) -> float:

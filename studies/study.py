@@ -146,7 +146,7 @@ class Study:
         """The values with which an arm comes into the search: its own ones first.
 
         Raises:
-            ConfigError: one is none of those that are searched.
+            ConfigError: one is none of those that are searched, or the trials are fewer.
         """
         own = flat(self.planned(task, arm, self.plan.seeds[0], {}).config)
         lines = self.plan.lines_of(arm)
@@ -155,6 +155,8 @@ class Study:
             if start.get(name) not in values:
                 value = f"is {start[name]}" if name in start else "is no option"
                 raise ConfigError(f"{self.path}, arm {arm} on {task}: {name} {value}, none of those searched over")
+        if len(starts) > (trials := self.plan.trials_of(arm, len(starts))):
+            raise ConfigError(f"{self.path}, arm {arm}: {len(starts)} starts need as many trials, and it has {trials}")
         return [{name: start[name] for name in lines} for start in starts]
 
     def _possible(self, task: str, arm: str) -> Callable[[Choice], bool]:

@@ -171,7 +171,8 @@ class Trainer:
             self.answerer.engine.push_weights(self.policy.weights())
         self.generated_tokens += int(batch.written[batch.fresh].sum())
         generated, score = together(batch, np.flatnonzero(batch.fresh)), [*scored.read, *together(batch, compared)]
-        work = {"select": self._read, "generate": generated, "score": score, "update": together(batch, trained)}
+        update = [reading for one in taught for reading in together(batch, one.rows)]
+        work = {"select": self._read, "generate": generated, "score": score, "update": update}
         metrics = {
             "step": step,
             **answer_metrics(batch, [self.questions[question].source for question in batch.question]),

@@ -63,3 +63,6 @@ def test_the_gap_is_the_largest_relative_difference_of_what_is_not_timed():
     assert gap(before, after)[0] == np.inf
     after.curves["step"] = np.arange(3.0)
     assert gap(before, after)[0] == np.inf
+    assert gap(result("a", 0.12345), result("a", 0.12346))[0] == 0, "they may be the same, rounded apart"
+    tokens = [result("a", 0.1, 0.2, tokens=spent) for spent in (1e6, 1e6 + 1)]
+    assert gap(*tokens)[0] == pytest.approx(1e-6), "the file has whole numbers as they are"

@@ -143,3 +143,6 @@ def test_an_arm_begins_with_values_that_are_searched(tmp_path):
     arms = {"without": {"settings": {"optimizer.lr": 2e-4}, "search": {"optimizer.lrr": [1]}}}
     with pytest.raises(ConfigError, match="optimizer.lrr"):
         load_study(write(tmp_path, search=SEARCH, arms=arms))
+    own = {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 4e-4}], "trials": 1}
+    with pytest.raises(ConfigError, match="arm without: 2 starts need as many trials, and it has 1"):
+        load_study(write(tmp_path, search=SEARCH, arms={"without": own}))

@@ -3,6 +3,7 @@
 import re
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import studies.report
@@ -71,12 +72,16 @@ def test_below_five_seeds_nothing_is_in_bold_and_the_tables_say_why(tmp_path):
     claims = [{"text": "It helps", "arm": "with", "against": "without", "sign": 1}]
     for seeds in ([0], [0, 1], [0, 1, 2, 3]):
         study = load_study(write(tmp_path, seeds=seeds, claims=claims))
-        claimed, end, *others = tables(Findings.of(study, results_of(study, tmp_path / f"{len(seeds)}.jsonl")))
+        file = results_of(study, tmp_path / f"{len(seeds)}.jsonl")
+        claimed, end, *others = tables(Findings.of(study, file))
         cells = [cell for of in (claimed, end, *others) for row in of.rows for cell in row]
         assert not [cell for cell in cells if "**" in cell or " to " in cell]
         assert "with fewer than 5 seeds there is no interval, and nothing in bold" in end.text
         assert "95%" not in end.text
         assert claimed.rows[0][2:] == ["+0.200", "too few seeds"]
+    file.by_key[study.planned("countdown", "with", 0, {}).key].curves["pass_at_1"][-1] = np.nan
+    claimed, *_ = tables(Findings.of(study, file))
+    assert claimed.rows[0][2:] == ["", "a run lacks the number"]
     study = load_study(write(tmp_path, seeds=[0, 1], arms={**PLAN["arms"], "with": {"seeds": [0, 1, 2, 3, 4]}}))
     file = results_of(study, tmp_path / "unequal.jsonl")
     for seed in (2, 3, 4):

@@ -89,6 +89,9 @@ def test_what_an_arm_saves_is_read_off_its_mean_curve():
     assert cost_ratio(cheap, base).value == pytest.approx(0.1)
     slow = [result("f", 0.0, 0.1, 0.2)] * 2
     assert cost_ratio(slow, base).value == math.inf
+    short = [result("g", 0.0, 0.4)] * 2  # ended early, as where every question has retired
+    # On average 0.3 after 100 tokens and 0.4333 after 133.3.
+    assert cost_ratio([*short, result("h", 0.0, 0.1, 0.5)], base).value == pytest.approx(125 / 200)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0.1, 10))

@@ -37,8 +37,9 @@ def test_flops_are_those_of_every_token_that_is_read_and_predicted():
     assert (reading.written, reading.read) == (8, 7 + 5 + 8)
 
 
-def test_throughput_of_a_step_counts_what_its_phases_are_about():
-    trainer = make(half(20))
+@pytest.mark.parametrize("passes", [1, 2])
+def test_throughput_of_a_step_counts_what_its_phases_are_about(passes):
+    trainer = make(half(20), optimizer={"passes": passes})
     trainer.step(1)
     trainer.policy.scored.clear()
     trainer.policy.updates.clear()
