@@ -240,7 +240,13 @@ def test_several_runs_are_overlaid_named_and_compared(tmp_path):
             (0.6, 0.75),
             2,
             {},
-            "0.600 for “a0 and 1 more seed” and 0.500 for “b0 and 1 more seed”: “a0 and 1 more seed” is",
+            "0.600 for “a0 and 1 more seed” and 0.500 for “b0 and 1 more seed”: “a0 and 1 more seed” is ahead.",
+        ),
+        (
+            ((0.58, 0.62), 0.75),
+            2,
+            {},
+            "0.600 for “a0 and 1 more seed” and 0.500 for “b0 and 1 more seed”: “a0 and 1 more seed” is ahead; their",
         ),
         ((0.5, 0.85), 1, {"data": {"test": "other.jsonl"}}, ""),
         ((0.5, None), 1, {}, ""),
@@ -250,10 +256,11 @@ def test_the_page_of_several_runs_begins_with_the_result(tmp_path, rates, seeds,
     """Which it does where all of them answered the same questions, in training too."""
     runs = []
     for name, rate, steps, own in zip("ab", rates, (2, 4), ({}, options), strict=True):
-        end = [] if rate is None else [held_out(steps, rate)]
-        records = [held_out(0, 0.25), *map(training_record, range(1, steps + 1)), *end]
         settings = {"experience": {"ratio": float(steps)}, "evaluation": {"every": steps}, **own}
-        runs += [make_run(tmp_path / f"{name}{seed}", records, seed=seed, **settings) for seed in range(seeds)]
+        for seed, last in enumerate(rate if isinstance(rate, tuple) else (rate,) * seeds):
+            end = [] if last is None else [held_out(steps, last)]
+            records = [held_out(0, 0.25), *map(training_record, range(1, steps + 1)), *end]
+            runs.append(make_run(tmp_path / f"{name}{seed}", records, seed=seed, **settings))
     page = page_of(tmp_path, *runs)
     if said:
         after = page.source.index(f"After 2,000 generated tokens, held-out Pass@1 is {said}")

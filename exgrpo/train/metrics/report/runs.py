@@ -13,7 +13,7 @@ from exgrpo.train.common.errors import ConfigError, ReportError
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind, Record, read_records
-from exgrpo.train.metrics.report.figures import Columns, half_width, mean_curve, readable
+from exgrpo.train.metrics.report.figures import Columns, Curve, half_width, mean_curve, readable
 from exgrpo.train.metrics.samples import Sample, read_samples
 
 Numbers = dict[str, float]
@@ -194,11 +194,22 @@ def result(groups: Sequence[RunGroup]) -> str:
     names = [readable(group.label) for group in groups]
     rates = [round(float(np.interp(tokens, curve.x, curve.y)), 3) for curve in curves]
     scores = [f"{rate:.3f} for “{name}”" for rate, name in zip(rates, names, strict=True)]
-    ahead = [name for rate, name in zip(rates, names, strict=True) if rate == max(rates)]
+    ahead = [number for number, rate in enumerate(rates) if rate == max(rates)]
     chance = "; one seed cannot tell that from chance" if any(len(group.runs) == 1 for group in groups) else ""
-    verdict = f"“{ahead[0]}” is ahead{chance}" if len(ahead) == 1 else "none is ahead"
+    verdict = f"“{names[ahead[0]]}” is ahead{chance or _overlap(curves, ahead[0], tokens)}"
+    verdict = verdict if len(ahead) == 1 else "none is ahead"
     shown = f"{', '.join(scores[:-1])} and {scores[-1]}"
     return f"After {tokens:,.0f} generated tokens, held-out Pass@1 is {shown}: {verdict}."
+
+
+def _overlap(curves: Sequence[Curve], best: int, tokens: float) -> str:
+    """What the intervals of means over seeds say of a lead after so many tokens; nothing where they do not meet."""
+    bands = [
+        [math.nan if end is None else float(np.interp(tokens, curve.x, end)) for end in (curve.low, curve.high)]
+        for curve in curves
+    ]
+    meet = any(high >= bands[best][0] for number, (_, high) in enumerate(bands) if number != best)
+    return "; their 95 % intervals overlap, so it may be chance" if meet else ""
 
 
 def _value(options: dict[str, Any], name: str) -> str:
