@@ -195,7 +195,11 @@ def _own_loss(
     elif isinstance(items, Tensor):
         items = items.to(log_prob.device)
     loss = -log_prob.sum() / items
-    return loss if aux_loss is None else loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+    if aux_loss is None:
+        return loss
+    owners = (model, model.config.get_text_config())
+    coefs = (getattr(owner, name, None) for owner in owners for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    return loss + next(coef for coef in coefs if coef is not None) * aux_loss.to(loss.device)
 
 
 def _head(model: Any) -> nn.Module:
