@@ -25,7 +25,7 @@ with needs(__name__, "exgrpo[trl]"):
     from trl.trainer.utils import pad
 
     from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild, with_stored
-    from exgrpo.integrations.trl_config import ExGRPOConfig, check_arguments, in_place_of_turns
+    from exgrpo.integrations.trl_config import IMAGES, ExGRPOConfig, check_arguments, in_place_of_turns
     from exgrpo.integrations.trl_replay import (
         Prompts,
         load_replay,
@@ -210,6 +210,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self, prompt_ids: list, images: Any, multimodal_fields: dict[str, Any], num_generations: int, **kwargs: Any
     ) -> tuple[list, list | None]:
         """TRL's, without generating for rows that are replayed."""
+        if self.model.training and images:  # within messages, or given by a tool
+            raise ValueError(IMAGES)
         generate = super()._generate_single_turn
         if not (self.model.training and self._mixed):
             return generate(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
@@ -237,7 +239,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "completion_ids": with_stored(rows, given["completion_ids"], self._stored),
             "logprobs": given["logprobs"] and with_stored(rows, given["logprobs"], self._unknown()),
         }
-        if "env_mask" in given:  # that of stored answers is in the batch
+        if given.get("env_mask") is not None:  # that of stored answers is in the batch
             ones = {i: [1] * len(ids) for i, ids in self._stored.items()}
             output["env_mask"] = with_stored(rows, given["env_mask"], ones)
         return output
