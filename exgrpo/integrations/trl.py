@@ -164,7 +164,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return output, StepBatch(stored.question, **columns).beside(stored)
 
     def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
-        """The fresh answers of this process as columns of a batch; those that are left out are 0 and False."""
+        """The fresh answers of this process as columns of a batch; `mask_truncated_completions` leaves some no token."""
         rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
         names = ("completion_ids", "completion_mask", "old_per_token_logps")
         ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
@@ -175,8 +175,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "group": (first + rows) // self.num_generations,
             "length": length,
             "finished": np.isin(last, self.eos_token_ids) & (length > 0),
-            # What mask_truncated_completions leaves out has no token to learn from.
-            "reward": np.where(length > 0, self._rewards[first + rows], 0.0),
+            "reward": self._rewards[first + rows],
             "penalty": np.zeros(len(rows)),
             "step": np.full(len(rows), self.generation),
             "token": ids[inside].numpy(),
