@@ -164,7 +164,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return output, StepBatch(stored.question, **columns).beside(stored)
 
     def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
-        """The fresh answers of this process as columns of a batch; `mask_truncated_completions` leaves some no token."""
+        """The fresh answers of this process as columns of a batch; those that TRL masks have no token."""
         rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
         names = ("completion_ids", "completion_mask", "old_per_token_logps")
         ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
