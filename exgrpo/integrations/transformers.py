@@ -215,7 +215,8 @@ def _head(model: Any) -> nn.Module:
 
 
 def _compared_tokens(model: Any) -> Tensor:
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())
+    device = None if parameter.is_meta else parameter.device  # accelerate offloads to meta
     return torch.arange(COMPARED, device=device)[None] % model.config.get_text_config().vocab_size
 
 

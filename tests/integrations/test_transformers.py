@@ -163,6 +163,17 @@ def test_threads_share_a_model():
         torch.testing.assert_close(result, expected[rows])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # a head of its own, a tied one
+def test_weights_that_accelerate_loads_when_a_module_is_called(name):
+    """Its hooks move what a module gets to the module's device, too, where a model is on several."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    model, batch = tiny.model(name), tiny.batch()
+    own = model(**batch).loss
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(patch_lm_head(model)(**batch).loss, own)
+    assert model.get_output_embeddings().weight.is_meta
+
+
 def test_unpatched_it_is_the_model_that_it_was():
     model, batch = tiny.model("llama"), tiny.batch()
     keys, logits = set(vars(model)), model(**batch).logits
