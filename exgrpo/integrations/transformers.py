@@ -149,10 +149,14 @@ def _model_forward(
     shift_labels: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     num_items_in_batch: int | Tensor | None = None,
+    return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     patched: _PatchedModel = vars(model)[MARK]
-    if labels is None and shift_labels is None:
+    labelled = labels is not None or shift_labels is not None
+    if return_dict is not None:
+        kwargs["return_dict"] = return_dict or labelled
+    if not labelled:
         if isinstance(temperature, Tensor) or temperature != 1:
             raise ValueError("temperature: expected with labels only; without them the model's own logits are returned")
         return patched.forward.own(*args, **kwargs)
@@ -169,7 +173,8 @@ def _model_forward(
         model, result.log_prob, target.to(result.log_prob.device), num_items_in_batch, output.get("aux_loss")
     )
     kept = {name: output[name] for name in _PASSED_ON if output.get(name) is not None}
-    return TokenOutput(loss=loss, log_prob=result.log_prob, entropy=result.entropy, **kept)
+    scored = TokenOutput(loss=loss, log_prob=result.log_prob, entropy=result.entropy, **kept)
+    return scored.to_tuple() if return_dict is False else scored
 
 
 _PASSED_ON = ("past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss")

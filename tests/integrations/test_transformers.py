@@ -114,6 +114,9 @@ def test_temperature_shifted_labels_and_the_count_of_a_whole_batch():
     torch.testing.assert_close(again.log_prob, found.log_prob, rtol=1e-6, atol=1e-6)
     counted = model(**batch, num_items_in_batch=torch.tensor(40)).loss
     torch.testing.assert_close(counted, own_loss.double(), rtol=1e-6, atol=1e-6)
+    as_tuple = model(**batch, temperature=0.6, return_dict=False)
+    torch.testing.assert_close(as_tuple[:3], (found.loss, found.log_prob, found.entropy))
+    assert isinstance(model(batch["input_ids"], return_dict=False), tuple)
     nothing = model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
     assert nothing.loss == 0
     with pytest.raises(ValueError, match=r"temperature: .*labels"):
