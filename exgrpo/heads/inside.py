@@ -136,7 +136,14 @@ def _forward(head: nn.Module, hidden: Tensor, *, function: Function | None = Non
     if function is None and (call := _call_of(head)) is not None:
         function = call.function
     opened: _OpenHead = vars(head)[_KEY]
-    return opened.forward.own(hidden) if function is None else function(head_inputs(head, hidden))
+    if function is None:
+        return opened.forward.own(hidden)
+    # Accelerate's, of a model on several devices, is around the forward that does not run.
+    hook = getattr(head, "_hf_hook", None)
+    if hook is None:
+        return function(head_inputs(head, hidden))
+    (hidden,), _ = hook.pre_forward(head, hidden)
+    return hook.post_forward(head, function(head_inputs(head, hidden)))
 
 
 def _keep_result(head: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor | None:

@@ -149,10 +149,14 @@ def _model_forward(
     shift_labels: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     num_items_in_batch: int | Tensor | None = None,
+    return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     patched: _PatchedModel = vars(model)[MARK]
-    if labels is None and shift_labels is None:
+    labelled = labels is not None or shift_labels is not None
+    if return_dict is not None:
+        kwargs["return_dict"] = return_dict or labelled
+    if not labelled:
         if isinstance(temperature, Tensor) or temperature != 1:
             raise ValueError("temperature: expected with labels only; without them the model's own logits are returned")
         return patched.forward.own(*args, **kwargs)
@@ -169,7 +173,8 @@ def _model_forward(
         model, result.log_prob, target.to(result.log_prob.device), num_items_in_batch, output.get("aux_loss")
     )
     kept = {name: output[name] for name in _PASSED_ON if output.get(name) is not None}
-    return TokenOutput(loss=loss, log_prob=result.log_prob, entropy=result.entropy, **kept)
+    scored = TokenOutput(loss=loss, log_prob=result.log_prob, entropy=result.entropy, **kept)
+    return scored.to_tuple() if return_dict is False else scored
 
 
 _PASSED_ON = ("past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss")
@@ -195,7 +200,11 @@ def _own_loss(
     elif isinstance(items, Tensor):
         items = items.to(log_prob.device)
     loss = -log_prob.sum() / items
-    return loss if aux_loss is None else loss + model.router_aux_loss_coef * aux_loss.to(loss.device)
+    if aux_loss is None:
+        return loss
+    owners = (model, model.config.get_text_config())
+    coefs = (getattr(owner, name, None) for owner in owners for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    return loss + next(coef for coef in coefs if coef is not None) * aux_loss.to(loss.device)
 
 
 def _head(model: Any) -> nn.Module:
@@ -211,7 +220,8 @@ def _head(model: Any) -> nn.Module:
 
 
 def _compared_tokens(model: Any) -> Tensor:
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())
+    device = None if parameter.is_meta else parameter.device  # accelerate offloads to meta
     return torch.arange(COMPARED, device=device)[None] % model.config.get_text_config().vocab_size
 
 

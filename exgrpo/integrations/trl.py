@@ -25,7 +25,7 @@ with needs(__name__, "exgrpo[trl]"):
     from trl.trainer.utils import pad
 
     from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild, with_stored
-    from exgrpo.integrations.trl_config import ExGRPOConfig, check_arguments, in_place_of_turns
+    from exgrpo.integrations.trl_config import IMAGES, ExGRPOConfig, check_arguments, in_place_of_turns
     from exgrpo.integrations.trl_replay import (
         Prompts,
         load_replay,
@@ -164,7 +164,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return output, StepBatch(stored.question, **columns).beside(stored)
 
     def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
-        """The fresh answers of this process as columns of a batch; those that are left out are 0 and False."""
+        """The fresh answers of this process as columns of a batch; those that TRL masks have no token."""
         rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
         names = ("completion_ids", "completion_mask", "old_per_token_logps")
         ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
@@ -175,8 +175,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "group": (first + rows) // self.num_generations,
             "length": length,
             "finished": np.isin(last, self.eos_token_ids) & (length > 0),
-            # What mask_truncated_completions leaves out has no token to learn from.
-            "reward": np.where(length > 0, self._rewards[first + rows], 0.0),
+            "reward": self._rewards[first + rows],
             "penalty": np.zeros(len(rows)),
             "step": np.full(len(rows), self.generation),
             "token": ids[inside].numpy(),
@@ -210,6 +209,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self, prompt_ids: list, images: Any, multimodal_fields: dict[str, Any], num_generations: int, **kwargs: Any
     ) -> tuple[list, list | None]:
         """TRL's, without generating for rows that are replayed."""
+        if self.model.training and images:  # within messages, or given by a tool
+            raise ValueError(IMAGES)
         generate = super()._generate_single_turn
         if not (self.model.training and self._mixed):
             return generate(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
@@ -237,7 +238,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "completion_ids": with_stored(rows, given["completion_ids"], self._stored),
             "logprobs": given["logprobs"] and with_stored(rows, given["logprobs"], self._unknown()),
         }
-        if "env_mask" in given:  # that of stored answers is in the batch
+        if given.get("env_mask") is not None:  # that of stored answers is in the batch
             ones = {i: [1] * len(ids) for i, ids in self._stored.items()}
             output["env_mask"] = with_stored(rows, given["env_mask"], ones)
         return output

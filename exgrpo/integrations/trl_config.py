@@ -32,6 +32,7 @@ IN_PLACE = ("mixed", "traced")
 """Functions `compose` that put stored answers in the places of fresh ones."""
 AS_GENERATED = ("mixed", "traced", "again")
 """Functions `compose` that train on the groups that TRL knows."""
+IMAGES = "train_dataset, tools: replay is of text, and there are images; use GRPOTrainer with FusedLossMixin"
 BETAS = (1e-6, 1e6)
 """Between these `replay_beta` lies: beyond them the shaped ratio is 1 or 0."""
 
@@ -152,6 +153,10 @@ def check(options: ExGRPOConfig) -> None:
             f"{', '.join(truncated)}: importance ratios compare probabilities under the whole distribution; leave "
             "it at its default, and lower temperature for likelier answers"
         )
+    if not options.shuffle_dataset:
+        raise ConfigError(
+            f"shuffle_dataset={options.shuffle_dataset}: questions are drawn in a random order; leave it at its default"
+        )
     if beyond := beyond_kernel(options):
         raise ConfigError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
     _check_method(options, options.experience, options.objective)
@@ -177,7 +182,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"{len(train_dataset)}; lower generation_batch_size"
         )
     if {"image", "images"} & set(train_dataset.column_names):
-        raise ValueError("train_dataset: has images, and replay is of text; use GRPOTrainer with FusedLossMixin")
+        raise ValueError(IMAGES)
     acting = [name for name in ("tools", "environment_factory") if given.get(name)]
     if acting and args.compose in IN_PLACE:
         raise ValueError(in_place_of_turns(", ".join(acting), args.compose))
@@ -219,9 +224,21 @@ def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective
 
 
 def _truncated_sampling(options: GRPOConfig) -> list[str]:
-    """The options, with their values, by which answers are not sampled from the whole distribution."""
-    whole = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
-    given = {name: getattr(options, name) for name in whole} | (options.generation_kwargs or {})
+    """The options, with their values, by which answers are not sampled from the whole distribution at `temperature`."""
+    whole = {
+        "top_p": (None, 1),
+        "top_k": (None, 0, -1),
+        "min_p": (None, 0),
+        "typical_p": (None, 1),
+        "repetition_penalty": (None, 1),
+        "presence_penalty": (None, 0),
+        "frequency_penalty": (None, 0),
+        "vllm_structured_outputs_regex": (None,),
+        "temperature": (options.temperature,),
+    }
+    given = {name: getattr(options, name, None) for name in whole}
+    if isinstance(options.generation_kwargs, dict):  # from a command line a text, which is checked once TRL has read it
+        given |= options.generation_kwargs
     return [f"{name}={given[name]}" for name, values in whole.items() if given[name] not in values]
 
 

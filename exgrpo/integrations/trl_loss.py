@@ -8,7 +8,7 @@ B rows, C completion tokens.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -76,8 +76,9 @@ def use_kernels(
 ) -> None:
     """Let `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls stay as they are.
 
-    The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, an `Objective`, they are
-    the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
+    The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, a function that gives an
+    `Objective`, they are the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
+    A function, because FSDP casts the tensors among a model's arguments to its own dtype.
 
     Args:
         model: causal LM of transformers that has TRL's fused head, not wrapped.
@@ -115,7 +116,7 @@ def _fused_forward(
     fused: _FusedModel,
     *args: Any,
     labels: Tensor,
-    objective: Objective | None = None,
+    objective: Callable[[], Objective] | None = None,
     **kwargs: Any,
 ) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -136,8 +137,9 @@ def _fused_forward(
         if objective is None:
             scores = compute(head, hidden, partial(_log_prob, target=target, options=options))
             return FusedCausalLMOutput(log_probs=scores.log_prob, entropy=scores.entropy, aux_loss=aux_loss)
-        tokens = objective.mask.shape[1]
-        policy_loss = partial(_policy_loss, target=target[:, -tokens:], objective=objective, options=options)
+        terms = objective()
+        tokens = terms.mask.shape[1]
+        policy_loss = partial(_policy_loss, target=target[:, -tokens:], objective=terms, options=options)
         result = compute(head, hidden[:, -tokens:], policy_loss)
     return FusedCausalLMOutput(loss=result.loss, log_probs=result.log_prob, entropy=result.entropy, aux_loss=aux_loss)
 
@@ -165,7 +167,7 @@ class _FusedPass:
         self.outputs: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
-        self.outputs = self.model(**inputs, objective=self.objective)
+        self.outputs = self.model(**inputs, objective=lambda: self.objective)
         return self.outputs
 
 

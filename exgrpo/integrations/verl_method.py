@@ -140,6 +140,8 @@ def _check(config: Any, refills: int) -> None:
     batch, generated = config.data.train_batch_size, config.data.get("gen_batch_size")
     correction, filtered = algorithm.get("rollout_correction") or {}, algorithm.get("filter_groups") or {}
     judge = (config.get("reward") or {}).get("reward_model") or {}
+    skipped = (config.get("skip") or {}).get("rollout_tq") or {}
+    routers = {name: (actor.get(name) or {}).get("router_replay") or {} for name in ("megatron", "veomni")}
     wrong = {
         f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator != "grpo",
         "critic.enable=True": bool(config.critic.enable),
@@ -154,7 +156,12 @@ def _check(config: Any, refills: int) -> None:
         "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
         f"data.gen_batch_size={generated}": generated not in (None, batch),
         "distillation.enabled=True": (config.get("distillation") or {}).get("enabled"),
+        "skip.rollout_tq.enable=True": skipped.get("enable"),
+        "data.shuffle=False": not config.data.get("shuffle", True),
     }
+    for name, router in routers.items():
+        mode = router.get("mode", "disabled")
+        wrong[f"actor_rollout_ref.actor.{name}.router_replay.mode={mode}"] = mode != "disabled"
     remedy = {"algorithm.adv_estimator": "set it to grpo"}
     if refills and judge.get("enable") and not judge.get("enable_resource_pool"):
         raise ConfigError(

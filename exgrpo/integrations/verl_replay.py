@@ -257,7 +257,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             columns = answer_columns(batch, row, self.prompts[question])
             values = self._template | self.train_dataset[question] | columns | {"uid": uid}
             fields.append({name: values[name] for name in names or columns})
-            keys.append(f"{uid}_{row}_0")  # sessions of fresh rows have smaller numbers
+            keys.append(f"{uid}_{self.options.rollout.samples + row}_0")  # sessions of fresh rows have smaller numbers
             prompt, answer = len(columns["prompts"]), len(columns["responses"])
             lengths = {"prompt_len": prompt, "response_len": answer, "seq_len": prompt + answer}
             written = int(batch.step[row]) - 1

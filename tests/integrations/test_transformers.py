@@ -114,6 +114,9 @@ def test_temperature_shifted_labels_and_the_count_of_a_whole_batch():
     torch.testing.assert_close(again.log_prob, found.log_prob, rtol=1e-6, atol=1e-6)
     counted = model(**batch, num_items_in_batch=torch.tensor(40)).loss
     torch.testing.assert_close(counted, own_loss.double(), rtol=1e-6, atol=1e-6)
+    as_tuple = model(**batch, temperature=0.6, return_dict=False)
+    torch.testing.assert_close(as_tuple[:3], (found.loss, found.log_prob, found.entropy))
+    assert isinstance(model(batch["input_ids"], return_dict=False), tuple)
     nothing = model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
     assert nothing.loss == 0
     with pytest.raises(ValueError, match=r"temperature: .*labels"):
@@ -161,6 +164,17 @@ def test_threads_share_a_model():
         sys.setswitchinterval(before)
     for rows, result in found:
         torch.testing.assert_close(result, expected[rows])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # a head of its own, a tied one
+def test_weights_that_accelerate_loads_when_a_module_is_called(name):
+    """Its hooks move what a module gets to the module's device, too, where a model is on several."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    model, batch = tiny.model(name), tiny.batch()
+    own = model(**batch).loss
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(patch_lm_head(model)(**batch).loss, own)
+    assert model.get_output_embeddings().weight.is_meta
 
 
 def test_unpatched_it_is_the_model_that_it_was():

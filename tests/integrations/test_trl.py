@@ -204,6 +204,9 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
         ({"beta": 0.1}, r"beta=0\.1"),
         ({"replay_beta": 0.0}, "replay_beta"),
         ({"generation_kwargs": {"top_k": 5}}, "top_k=5: "),
+        ({"generation_kwargs": '{"temperature": 0.5}'}, r"temperature=0\.5: "),  # as a command line has it
+        ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1: "),
+        ({"shuffle_dataset": False}, "shuffle_dataset=False: "),
         ({"per_device_train_batch_size": 64}, "lower generation_batch_size"),
     ],
     ids=str,
@@ -249,3 +252,7 @@ def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ExGRPOTrainer(str(model), reward, config, stream, processing_class=tokenizer())
     with pytest.raises(ValueError, match="tools: compose='mixed' puts stored answers in the places of fresh ones"):
         ExGRPOTrainer(str(model), reward, config, questions(), processing_class=tokenizer(), tools=[len])
+    trainer = exgrpo(tmp_path, model)
+    trainer.model.train()
+    with pytest.raises(ValueError, match="replay is of text"):  # images within messages, or from tools
+        trainer._generate_single_turn([[5]], [["an image"]], {}, 1)

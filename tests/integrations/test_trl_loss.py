@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
@@ -150,6 +151,22 @@ def test_every_objective_of_trl(tmp_path: Path, model: Path, changes: dict[str, 
 @pytest.mark.parametrize("changes", [{"bf16": True}, {"bf16": True, "cast_lm_head_to_fp32": True}], ids=str)
 def test_mixed_precision_is_as_near_as_that_of_trl(tmp_path: Path, model: Path, changes: dict[str, Any]) -> None:
     assert_near_exact(*three_outcomes(tmp_path, model, batch(), entropy_coef=0.01, **changes))
+
+
+def test_an_engine_that_casts_a_models_arguments_leaves_the_objective_alone(tmp_path: Path, model: Path) -> None:
+    """As FSDP does in mixed precision: bfloat16 would spoil old log-probs, advantages and numbers of tokens."""
+    trainer = grpo(FusedTrainer, tmp_path, model)
+    inputs = {**batch(), "old_per_token_logps": torch.full((ROWS, COMPLETION), -5.71)}
+    plain = outcome(trainer, inputs)
+
+    def half(value: Tensor) -> Tensor:
+        return value.bfloat16() if value.is_floating_point() else value
+
+    trainer.model.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, _apply_to_tensors(half, kwargs)), with_kwargs=True
+    )
+    cast = outcome(trainer, inputs)
+    torch.testing.assert_close((cast.loss, cast.gradient), (plain.loss, plain.gradient), rtol=0, atol=0)
 
 
 def test_a_row_that_is_masked_whole(tmp_path: Path, model: Path) -> None:

@@ -64,6 +64,21 @@ def test_no_more_is_asked_than_the_bound_or_the_questions_allow(tmp_path: Path, 
     assert {row.advantage for row in rows} == {0.0}
 
 
+def test_answers_that_are_masked_count_in_their_group_with_their_reward(tmp_path: Path, model: Path) -> None:
+    """As in TRL: equal rewards teach nothing, whether or not an answer was cut off."""
+    trainer = trainer_of(tmp_path, model, refills=1, mask_truncated_completions=True, **{**GRPO, "max_steps": 1})
+    trainer.reward_funcs = [lambda completions, **_: [-1.0] * len(completions)]
+    generate = trainer._generate_single_turn
+
+    def cut(*args: Any, **kwargs: Any) -> tuple[list, Any]:
+        ids, log_probs = generate(*args, **kwargs)
+        return [one[:-1] if i % 2 else one for i, one in enumerate(ids)], log_probs
+
+    trainer._generate_single_turn = cut
+    trainer.train()
+    assert trainer.state.log_history[0]["experience/refilled"] == min(QUESTIONS, 2 * B) - B
+
+
 def test_refills_go_with_replay(tmp_path: Path, model: Path) -> None:
     trainer = trainer_of(tmp_path, model, refills=2, weigh="ratio", **{**GRPO, "ratio": 0.5, "max_steps": 4})
     trainer.train()

@@ -72,6 +72,9 @@ def test_options_beside_a_recipe_win() -> None:
         ("critic__enable", True, "critic.enable"),
         ("data__gen_batch_size", 1, "data.gen_batch_size=1"),
         ("distillation", {"enabled": True}, "distillation.enabled"),
+        ("skip", {"rollout_tq": {"enable": True}}, "skip.rollout_tq.enable"),
+        ("data__shuffle", False, "data.shuffle=False"),
+        ("actor_rollout_ref__actor__megatron", {"router_replay": {"mode": "R2"}}, "megatron.router_replay.mode=R2"),
     ],
 )
 def test_an_option_of_verl_that_excludes_replay_is_refused_by_name(option: str, value: Any, named: str) -> None:

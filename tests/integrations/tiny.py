@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "olmo2": {},
     "mixtral": {**MOE, "num_local_experts": 4},  # a router's loss
     "qwen3_moe": {**MOE, "num_experts": 8, "moe_intermediate_size": 16, "head_dim": 8},
+    "jetmoe": {**MOE, "num_local_experts": 4, "kv_channels": 8, "num_key_value_heads": 2},  # its own name of the weight
     "mamba": {},  # logits in float32, whatever the model's dtype
     "bert": {"is_decoder": True},  # the head is deep inside, with a bias
 }
