@@ -264,8 +264,9 @@ class Policy:
             self.states.set_loss_scale(LossScale(**training["loss_scale"]))
         scheduler = self.engine.lr_scheduler
         scheduler.load_state_dict(training["schedule"])
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        groups = (scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas)
+        for group, rate, factor in zip(*groups, strict=True):  # the run may have other steps now, and so another rate
+            group["lr"] = rate * factor(scheduler.last_epoch)
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
