@@ -136,7 +136,7 @@ def do(arms: Sequence[Arm], progress: Progress) -> None:
     free = cycle(cores(len(arms)))
     going = [(arm, start(next(free), arm.arguments, arm.log)) for arm in waiting]
     try:
-        while any(process.poll() is None for _, process in going):
+        while any(process.returncode is None for _, process in going):
             time.sleep(LOOK_EVERY)
             for arm, bar in zip(arms, bars, strict=True):
                 progress.update(bar, completed=arm.steps)

@@ -8,8 +8,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.progress import Progress
 
 from exgrpo.tools import first
 from exgrpo.tools import launch as module
@@ -20,6 +22,7 @@ from exgrpo.train.checkpoint.resume import is_unsaved
 from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.recipe import load_recipe, merged, parse_args, read_recipes, recipe_path, to_yaml, validate
+from tests.train.configs import configured
 from tests.train.launch import MAIN, environment, launch
 from tests.train.run.test_run import SMALL, untimed
 from tests.train.warm import ROOT
@@ -227,6 +230,27 @@ def test_the_first_result_compares_two_methods_on_the_colouring_task(name, metho
     both = {"optimizer.minibatches": 4, "evaluation": {"every": 15, "samples": 8}, "data.test_limit": 128}
     expected = merged(read_recipes([task, own]), both, {"steps": steps, "reward.workers": 1})
     assert load_recipe(first.RECIPES / f"{name}.yaml") == validate(expected, "expected")
+
+
+def test_a_first_run_that_fails_between_two_looks_is_no_result(tmp_path, monkeypatch):
+    class Failing:
+        """Its end is seen by the third look, as where it comes just before that."""
+
+        returncode = None
+        looks = 0
+        terminate = wait = staticmethod(lambda: None)
+
+        def poll(self):
+            self.looks += 1
+            self.returncode = 1 if self.looks > 2 else None
+            return self.returncode
+
+    monkeypatch.setattr(first, "start", lambda *_: Failing())
+    monkeypatch.setattr(first, "LOOK_EVERY", 0)
+    (tmp_path / "one.log").write_text("it failed")
+    arm = SimpleNamespace(folder=tmp_path / "one", log=tmp_path / "one.log", config=configured(), arguments=[], steps=0)
+    with pytest.raises(first.RunFailedError, match="^it failed "):
+        first.do([arm], Progress(disable=True))
 
 
 @pytest.mark.long

@@ -43,6 +43,12 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def flush_tree(folder: Path) -> None:
+    """Force all files under a folder to disk, and their names."""
+    for path in (*folder.rglob("*"), folder):
+        flush_folder(path) if path.is_dir() else flush_file(path)
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content in hexadecimal; a file of any size takes little memory."""
     with path.open("rb") as file:

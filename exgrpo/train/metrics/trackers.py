@@ -3,6 +3,7 @@
 A tracker is asked for by `output.trackers`, and its package is imported only then. Rank 0 alone opens trackers.
 """
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,13 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from exgrpo.train.common.durable import write_whole
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.config.options import Config
 from exgrpo.train.metrics.log_files import METRICS, read_records
 
 # The extra of this package that brings a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}
-RUN_ID = "run_id"
+RUN_ID, SENT = "run_id", "sent.json"
+"""Files in the folder of a run."""
 
 
 class Tracker(Protocol):
@@ -86,7 +89,7 @@ def _run_id(folder: Path) -> str:
     """The id of the run in this folder, the same in every continuation; made at the first call."""
     path = folder / RUN_ID
     if not path.exists():
-        path.write_text(secrets.token_hex(4), encoding="utf-8")
+        write_whole(path, secrets.token_hex(4).encode())
     return path.read_text(encoding="utf-8").strip()
 
 
@@ -118,9 +121,10 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
     Raises:
         ConfigError: where one cannot start.
     """
-    sent = {} if step is None else _last_steps(folder / METRICS)
+    names = dict.fromkeys(config.output.trackers)
+    sent = {} if step is None or names.keys() <= {TensorBoard.name} else _sent(folder)
     trackers: list[Tracker] = []
-    for name in dict.fromkeys(config.output.trackers):
+    for name in names:
         try:
             of_files = name == TensorBoard.name
             trackers.append(TensorBoard(folder, step) if of_files else Service(name, config, folder, sent))
@@ -141,9 +145,14 @@ def tracked(numbers: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _last_steps(path: Path) -> dict[str, int]:
-    """By tracked name, the last step that metrics.jsonl has it of."""
-    last: dict[str, int] = {}
-    for record in read_records(path)[0]:  # without the line that an interruption cut
-        last.update(dict.fromkeys(tracked(record.numbers), record.step))
+def _sent(folder: Path) -> dict[str, int]:
+    """By tracked name, the last step of which services have the number.
+
+    A file keeps it from one continuation to the next: each cuts what it repeats off metrics.jsonl.
+    """
+    path = folder / SENT
+    last: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for record in read_records(folder / METRICS)[0]:  # without the line that an interruption cut
+        last |= {name: max(record.step, last.get(name, 0)) for name in tracked(record.numbers)}
+    write_whole(path, json.dumps(last).encode())
     return last

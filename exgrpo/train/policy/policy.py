@@ -125,7 +125,8 @@ class Policy:
         """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
         if self.model.config._attn_implementation != PACKED:
             return False
-        batch = _random_rows(self.model, [(5, 4, 1), (3, 6, 2)])
+        # Each rank has the same rows: one without any would go on alone where the others fail.
+        batch = _random_rows(self.model, [(5, 4, 1), (3, 6, 2)] * self.world.size)
         padded = self.score(batch, 1.0).log_prob
         self.layout = Packed()
         try:
@@ -263,8 +264,9 @@ class Policy:
             self.states.set_loss_scale(LossScale(**training["loss_scale"]))
         scheduler = self.engine.lr_scheduler
         scheduler.load_state_dict(training["schedule"])
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        groups = (scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas)
+        for group, rate, factor in zip(*groups, strict=True):  # the run may have other steps now, and so another rate
+            group["lr"] = rate * factor(scheduler.last_epoch)
 
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""

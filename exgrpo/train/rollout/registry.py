@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose_engine(settings: EngineSettings, world: World) -> Choice:
-    """The engine that the settings mean on this machine.
+    """The engine that the settings mean on the machines of all ranks, which call it together.
 
     Raises:
         ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or `tensor_parallel` does not
@@ -62,7 +62,7 @@ def _choose(settings: EngineSettings, world: World) -> Choice:
         return Choice("transformers")
     if asked not in ("auto", "vllm"):
         return Choice(asked)
-    obstacle = availability.obstacle(settings, world)
+    obstacle = next(filter(None, world.gather(availability.obstacle(settings, world))), None)  # one for all ranks
     if obstacle is None:
         return Choice("vllm")
     if asked == "auto":

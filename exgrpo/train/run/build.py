@@ -13,7 +13,7 @@ from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.resume import AUTO, is_unsaved, set_aside
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import claim
-from exgrpo.train.common.errors import ConfigError, ModelError, is_first_rank, os_errors_as
+from exgrpo.train.common.errors import ConfigError, DataError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.config.options import Config, held_out_sets
 from exgrpo.train.config.recipe import changed, to_yaml
 from exgrpo.train.config.sources import settings_of
@@ -119,6 +119,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     Raises:
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
+    check_alike(inputs, world)
     check_dtype(config.policy.dtype, world.device)
     _check_kernels(config.policy.kernel_backend, world)
     check_surrogate(config)  # one of a user's own may import torch, so not earlier
@@ -162,6 +163,21 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         tokens=config.experience.folder,
     )
     return Parts(trainer, checkpoints, choice, memory, utilisation)
+
+
+def check_alike(inputs: Inputs, world: World) -> None:
+    """Whether all ranks have the same questions: they decide alike only if they have read the same.
+
+    Raises:
+        DataError: on every rank, where they have not.
+    """
+    sets = {"data.train": inputs.train_set, **inputs.held_out}
+    found = world.gather({name: questions.fingerprint for name, questions in sets.items()})
+    if differing := [name for name in found[0] if len({of_rank.get(name) for of_rank in found}) > 1]:
+        raise DataError(
+            f"{', '.join(differing)}: the processes of the run have read different questions: give all hosts the same "
+            "files and options"
+        )
 
 
 def _check_kernels(backend: str, world: World) -> None:

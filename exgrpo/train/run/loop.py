@@ -168,9 +168,9 @@ class Run:
                     break
                 self.step += 1
                 self._take_down(result, display)
-                if self._due(config.evaluation.every) and self.step < config.steps:
+                if self._due(config.evaluation.every) or self.step == config.steps:
                     self._evaluate(display.say)
-                if self._due(config.output.export_every) and self.step < config.steps:
+                if self._due(config.output.export_every):
                     self._write_model(export_folder(self.folder, self.step))
                 if config.checkpoint.every and (
                     self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
@@ -206,10 +206,8 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the last models and the report, and upload what is to be uploaded."""
+        """Write the model and the report, and upload what is to be uploaded."""
         config, folder = self.config, self.folder
-        if self.step == config.steps and self.step and self._due(config.output.export_every):
-            self._write_model(export_folder(folder, self.step))
         if config.output.save_model:
             self._write_model(folder / MODEL)
         if not self.console:

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.common.distributed import agree
+from exgrpo.train.common.durable import flush_folder, flush_tree
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.hub import installed
@@ -51,9 +52,11 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -
             if policy.world.is_main:
                 tokenizer.save_pretrained(work)
                 card.save(work / "README.md")
+                flush_tree(work)
                 if folder.exists():
                     folder.replace(before)
                 work.replace(folder)
+                flush_folder(folder.parent)
                 shutil.rmtree(before, ignore_errors=True)
 
     agree(policy.world, write)

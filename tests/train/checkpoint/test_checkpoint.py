@@ -3,13 +3,17 @@
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import ModelCard
 
 from exgrpo.train.checkpoint import checkpoint
 from exgrpo.train.checkpoint.listing import FOLDER, find, survey
 from exgrpo.train.common.errors import CheckpointError
+from exgrpo.train.run.model_folder import write_model
 from tests.train.checkpoint.parts import SavingPolicy, checkpoints, load, make_trainer, saved_run, story
+from tests.train.fakes import LoneWorld
 
 
 def test_a_continued_trainer_takes_the_same_steps(tmp_path):
@@ -35,24 +39,47 @@ def test_old_checkpoints_are_rotated_with_what_only_they_needed_and_files_have_s
         load(tmp_path, fingerprint="other")
 
 
-def test_everything_is_on_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
-    forced, fsync, replace, seen = set(), os.fsync, os.replace, []
+@pytest.fixture
+def renamed(monkeypatch):
+    """Has a watched folder renamed: of it and of other folders, the files and names that are not on disk by then."""
+    forced, fsync, replace = set(), os.fsync, os.replace
 
     def record(descriptor):
         forced.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def watch(source, target):
-        if str(source).endswith("step_00000002.unfinished"):
-            needed = [path for root in (source, tmp_path / "experience") for path in [root, *root.rglob("*")]]
-            seen.extend(path for path in needed if path.stat().st_ino not in forced)
-            seen.append("renamed")
-        replace(source, target)
+    def watch(name, *others):
+        seen = []
+
+        def move(source, target):
+            if source.name == name:
+                needed = [path for root in (source, *others) for path in [root, *root.rglob("*")]]
+                seen.append([path for path in needed if path.stat().st_ino not in forced])
+            replace(source, target)
+
+        monkeypatch.setattr(Path, "replace", move)
+        return seen
 
     monkeypatch.setattr(os, "fsync", record)
-    monkeypatch.setattr(Path, "replace", watch)
+    return watch
+
+
+def test_everything_is_on_disk_before_a_checkpoint_has_its_name(tmp_path, renamed):
+    lacking = renamed("step_00000002.unfinished", tmp_path / "experience")
     saved_run(tmp_path, steps=(2,))
-    assert seen == ["renamed"]
+    assert lacking == [[]]
+
+
+def test_everything_is_on_disk_before_a_model_has_its_name(tmp_path, renamed):
+    def save(folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    lacking = renamed("model.unfinished")
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").touch())
+    write_model(tmp_path / "model", SimpleNamespace(save=save, world=LoneWorld()), tokenizer, ModelCard("---\n---\n"))
+    assert lacking == [[]]
+    assert len(list((tmp_path / "model").iterdir())) == 3
 
 
 @pytest.mark.parametrize("where", ["shards", "segments", "space"])

@@ -106,3 +106,10 @@ def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path, 
     config = (whole / "config.yaml").read_text().replace("resume: null", f"resume: {run}")
     assert (run / "config.yaml").read_text() == config
     assert [found.step for found in find(run)] == [8, 6]
+
+
+def test_the_last_checkpoint_has_the_last_evaluation(whole):
+    """A run that goes on with more steps keeps it in its log, and knows which model is the best one."""
+    progress = find(whole)[0].manifest.progress
+    assert progress["evaluations"]["latest"]["step"] == 8
+    assert progress["log"]["metrics"] == (whole / "metrics.jsonl").stat().st_size

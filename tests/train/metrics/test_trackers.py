@@ -5,6 +5,7 @@ The last tests tell the same to the real packages, where those are installed.
 
 import importlib
 import json
+import resource
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -79,12 +80,13 @@ def train(log, first, last, scale=1.0):
 
 
 def interrupted_and_continued(folder, settings):
-    """Steps 1 to 5 with a checkpoint after step 2, an end without warning, and steps 3 to 7."""
+    """Steps 1 to 5 with a checkpoint after step 2, two ends without warning, and steps 3 to 7."""
     first = RunLog(folder, open_trackers(settings, folder, None))
     train(first, 1, 2)
     position = first.position()
     train(first, 3, 5)
     first.close()
+    RunLog(folder, open_trackers(settings, folder, position["step"]), resume=position).close()
     second = RunLog(folder, open_trackers(settings, folder, position["step"]), resume=position)
     assert second.position() == position
     train(second, 3, 7, scale=10.0)
@@ -120,8 +122,8 @@ def test_a_continued_run_goes_on_in_the_same_tracker_run_and_repeats_nothing(tmp
     assert len([values for _, values in known if "train/reward" in values]) == 7
     assert not any("train/replayed_ratio" in values for _, values in known)
     assert all(run.finished for run in service.runs)
-    first, second = service.inits
-    assert first == second
+    first, *others = service.inits
+    assert others == [first, first]
     interrupted_and_continued(other, config(name))
     assert len(service.known) == 2, "runs in folders of one name stay apart"
     assert (first["project"], first["resume"], first["config"]["seed"]) == ("sums", "allow", 3)
@@ -168,6 +170,19 @@ def test_a_tracker_that_cannot_start_is_one_error_and_the_others_are_closed(tmp_
     with pytest.raises(ConfigError, match=r"output\.trackers: trackio cannot start: not logged in"):
         open_trackers(config("wandb", "trackio"), tmp_path, None)
     assert services["wandb"].runs[0].finished
+
+
+def test_a_disk_that_was_full_leaves_no_run_without_an_id(tmp_path, services):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="wandb cannot start"):
+            open_trackers(config("wandb"), tmp_path, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    open_trackers(config("wandb"), tmp_path, None)
+    (started,) = services["wandb"].inits
+    assert len(started["id"]) == 8
 
 
 def test_a_missing_package_is_one_clear_error_before_anything_is_set_up(tmp_path, monkeypatch, capsys):

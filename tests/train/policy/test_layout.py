@@ -1,6 +1,7 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import KeptSets, Rollout
+from exgrpo.train.common.records import KeptSets, Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import attention, layout
@@ -16,6 +17,7 @@ from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
+from exgrpo.train.policy.policy import Policy
 from tests.integrations import tiny
 from tests.train.batches import sets
 
@@ -179,3 +181,22 @@ def test_what_a_model_asks_of_attention_beyond_that_is_refused():
     with pytest.raises(NotImplementedError, match="attention with softcap"):
         results(model, Packed(), batch, 10**6)
     results(model, Padded(), batch, 10**6)
+
+
+def test_every_rank_has_rows_when_packing_is_tried():
+    """One without any would go on where the attention of the others has no place for segments."""
+    policy, plans = object.__new__(Policy), []
+    text = SimpleNamespace(vocab_size=97)
+    config = SimpleNamespace(_attn_implementation=PACKED, get_text_config=lambda: text)
+    model = SimpleNamespace(config=config, dtype=torch.float32)
+    policy.engine = SimpleNamespace(module=SimpleNamespace(model=model))
+    policy.world, policy.layout = SimpleNamespace(size=8), Padded()
+
+    def score(batch, temperature):
+        plans.append(policy.layout.plan(batch, 64, 8))
+        return Score(*np.zeros((2, len(batch.token)), np.float32))
+
+    policy.score = score
+    assert policy._packs()
+    assert [len(of_rank) for plan in plans for of_rank in plan] == [1] * 16
+    assert all(passes for plan in plans for (passes,) in plan)

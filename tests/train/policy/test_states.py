@@ -11,9 +11,11 @@ from transformers import get_scheduler
 from exgrpo.train.common.errors import CheckpointError
 from exgrpo.train.config.policy import OptimizerConfig
 from exgrpo.train.policy.engine import WholeEngine, rate_factor
+from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.states import WholeStates, load_states, save_states, save_training
 from tests.train import tiny
 from tests.train.configs import configured
+from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, completed
 from tests.train.policy.states_worker import CASES
 
@@ -138,3 +140,22 @@ def test_the_rates_are_those_of_transformers(options, name, more, warmup):
     theirs = get_scheduler(name, optimizer, warmup, 10, more).lr_lambdas[0]
     own = OptimizerConfig(lr=1e-3, warmup_steps=warmup, **options)
     assert [rate_factor(step, own, 10) for step in range(11)] == pytest.approx(list(map(theirs, range(11))), rel=1e-12)
+
+
+def test_a_run_of_more_steps_goes_on_at_its_own_rate(tmp_path):
+    def policy(steps):
+        made = object.__new__(Policy)
+        options = {"lr": 1e-3, "schedule": "linear"}
+        made.engine = WholeEngine(nn.Linear(2, 1), configured(steps=steps, optimizer=options))
+        made.states, made.world = WholeStates(made.engine), LoneWorld()
+        return made
+
+    first = policy(4)
+    for _ in range(3 * first.engine.lr_scheduler.lr_lambdas[0].keywords["last"] // 4):
+        first.engine.optimizer.step()
+        first.engine.lr_scheduler.step()
+    first.save_checkpoint(tmp_path)
+    for steps, rate in ((4, first.learning_rate), (6, 0.5e-3)):
+        other = policy(steps)
+        other.load_checkpoint(tmp_path)
+        assert other.learning_rate == (rate if steps == 4 else pytest.approx(rate))

@@ -63,6 +63,21 @@ def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(install
     assert str(chosen(settings(), GPU)).startswith("transformers (vLLM is not installed")
 
 
+def test_a_rank_that_cannot_have_vllm_keeps_all_from_it(installed):
+    class Pair(LoneWorld):
+        """This rank and another one, on a host without vLLM."""
+
+        device, size = GPU, 2
+
+        def gather(self, value):
+            return [value, "vLLM is not installed"]
+
+    installed(NEWEST)
+    assert str(choose_engine(settings(), Pair())) == "transformers (vLLM is not installed)"
+    with pytest.raises(ConfigError, match="^engine: vLLM is not installed; or take the engine transformers"):
+        choose_engine(settings(engine="vllm"), Pair())
+
+
 def test_auto_takes_transformers_on_cpus(installed):
     installed(NEWEST + "+cpu")
     assert str(chosen(settings())) == "transformers"

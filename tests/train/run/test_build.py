@@ -8,9 +8,10 @@ from transformers import MiniCPM3Config
 
 from exgrpo.kernels import backend_choice, dispatch, extension, self_test
 from exgrpo.train.common.distributed import ALONE, World
-from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.common.errors import ConfigError, DataError, ModelError
+from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.run.build import check_head, settle_kernels
+from exgrpo.train.run.build import Inputs, check_alike, check_head, settle_kernels
 
 
 def test_a_model_whose_logits_the_kernels_cannot_compute_is_refused_before_anything_is_loaded(tmp_path):
@@ -57,3 +58,17 @@ def test_a_named_backend_that_is_wrong_is_refused(machine):
         ConfigError, match=r"policy.kernel_backend: backend='cpu': it failed its self-test .*: mad .*; exp"
     ):
         machine("cpu", ALONE, fault="mad")
+
+
+def test_ranks_with_other_questions_are_refused():
+    class Pair(World):
+        """This rank and another one, which has read other held-out questions."""
+
+        def gather(self, value):
+            return [value, {**value, "test": "other"}]
+
+    train, test = (QuestionSet((Question(0, (1, 2), "1 + 1", gold, "sums"),)) for gold in ("2", "3"))
+    inputs = Inputs(None, train, {"test": test}, None)
+    check_alike(inputs, ALONE)
+    with pytest.raises(DataError, match="^test: the processes of the run have read different questions: "):
+        check_alike(inputs, Pair(0, 2, CPU, None))

@@ -82,9 +82,9 @@ class ServerClient:
         """
         return self._ask("POST", path, seconds, body)
 
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
+    def call_workers(self, method: str, *args: Any, seconds: float = CONTROL_SECONDS) -> list[Any]:
         """What a method of the server's workers gives, one result per worker."""
-        return part(self.post("collective_rpc", {"method": method, "args": args}, LONG_SECONDS), "results", list)
+        return part(self.post("collective_rpc", {"method": method, "args": args}, seconds), "results", list)
 
     def weight_version(self) -> str:
         """The label of the server's weights."""

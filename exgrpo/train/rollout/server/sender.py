@@ -128,7 +128,7 @@ class WeightSender:
         if receiver.channel is None or client.weight_version() != receiver.label:
             self._disconnect(receiver)
             self._connect(receiver)
-        client.post("pause?mode=wait", seconds=LONG_SECONDS)
+        client.post("pause?mode=wait")  # all ranks have their answers: only an engine that hangs has any to give
         # An answer that such weights write must not be taken for one of the weights before or after them.
         client.post("update_weight_version", {"new_version": INCOMPLETE})
         client.post("start_weight_update")
@@ -148,7 +148,8 @@ class WeightSender:
         problems: dict[str, str] = {}
         live = [receiver for receiver in self._receivers if receiver.channel is not None and self._layouts]
         for receiver in live:
-            receiver.request = self._threads.submit(receiver.client.call_workers, "rollout_differing", self._layouts)
+            call = partial(receiver.client.call_workers, seconds=LONG_SECONDS)
+            receiver.request = self._threads.submit(call, "rollout_differing", self._layouts)
         for _, bucket in self._buckets(weights):  # the same buckets as those of the push
             live = self._each(partial(self._send, bucket=bucket), live, problems)
         live = self._each(_taken, live, problems)

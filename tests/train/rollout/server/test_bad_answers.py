@@ -5,15 +5,18 @@ import logging
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from exgrpo.train.rollout.server import client, pool
+from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.rollout.server.reply import ServerError, read_reply
+from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
 from tests.hostile.answers import Server
+from tests.train.configs import configured
 from tests.train.rollout.server.fake_server import choice, reply
 from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, jobs, pool_of
 
@@ -127,6 +130,25 @@ def test_a_server_that_hangs_is_waited_for_in_proportion_to_the_work_and_with_a_
     assert first.startswith(f"no answer of a rollout server for 0 s: {hung.url} has ")
     assert last == f"rollout server {hung.url} is left out until the next push of weights: no answer for 1 s"
     assert len(hung.requests()) < 10  # none is asked of it again
+
+
+def test_a_push_gives_a_server_up_whose_engine_hangs_before_ranks_give_each_other_up(settings, monkeypatch):
+    known, waited = {"version": {"version": "0.33.0"}, "weight_info": {"weight_version": FRESH}}, []
+
+    def hang(client, method, path, seconds, *_):
+        if path not in known:
+            waited.append((path, seconds))
+            raise SilentServerError("no answer")
+        return known[path]
+
+    monkeypatch.setattr(ServerClient, "_ask", hang)
+    sender = WeightSender([ServerClient("http://127.0.0.1:1")], settings, CPU, 1)
+    (receiver,) = sender._receivers
+    receiver.channel, receiver.label = SimpleNamespace(close=lambda: None), FRESH
+    problems = [problem for _ in range(2) for problem in sender.push([], "next").values()]
+    assert ["no answer" in problem for problem in problems] == [True, True]
+    assert [path for path, _ in waited] == ["pause?mode=wait", "collective_rpc", "resume"]
+    assert sum(seconds for _, seconds in waited) < 60 * configured().distributed.timeout_minutes
 
 
 def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(hung, monkeypatch):
