@@ -172,6 +172,8 @@ def test_hub_names_go_to_datasets(monkeypatch):
         calls.append((name, config, split))
         if name == "owner/gone":
             raise ConnectionError("cannot be reached\nmore")
+        if config is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main']\nmore")
         return [{"question": "q", "answer": "#### 1"}]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -182,6 +184,8 @@ def test_hub_names_go_to_datasets(monkeypatch):
         ValueError, match=r"owner/gone is no file here, .*'train' .*ConnectionError: cannot be reached$"
     ):
         load("owner/gone", TOKENIZER, max_prompt_tokens=100)
+    with pytest.raises(ValueError, match=r"configs: \['main'\]: owner/name:CONFIG names one$"):
+        load("owner/name", TOKENIZER, max_prompt_tokens=100)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install exgrpo\[train\]"):
         load("owner/name", TOKENIZER, max_prompt_tokens=100)
