@@ -221,6 +221,10 @@ def test_templates(tmp_path):
     assert opened == f"<user>{question}\n<assistant><think>\n"
     plain = prompt_of(tmp_path, BASE_TOKENIZER, chat=False, prompt_format="Q: {question}\nA:")
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
+    both = make_tokenizer(None)
+    both._tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
+    ends = prompt_of(tmp_path, both, chat=False, prompt_format="Q: {question}\nA:")
+    assert ends == plain  # and not those that would end it before the answer
 
 
 def test_prompts_by_name():
