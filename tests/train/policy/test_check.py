@@ -272,6 +272,12 @@ def test_a_damaged_generation_config_does_not_count_as_none(arithmetic, content)
     assert load_pretrained(str(folder)).eos == (292,)
 
 
+def test_the_folder_of_a_run_is_told_from_that_of_its_model(arithmetic, tmp_path):
+    shutil.copytree(arithmetic[0], tmp_path / "run" / "model")
+    with pytest.raises(ModelError, match="/run holds no config.json, so no Hugging Face model: .*/run/model does"):
+        load_pretrained(str(tmp_path / "run"))
+
+
 def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
     folder, _ = arithmetic
     tokenizer = AutoTokenizer.from_pretrained(folder)
