@@ -176,11 +176,14 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
         raise DataError(f"{path}: line {line} is not UTF-8 text: {error.reason}") from error
     if path.suffix == ".csv":
         return _csv_rows(text, path, reading)
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    if path.suffix == ".json":
         try:
-            return _parsed(plain.parse_json(text), str(path), path.stem, reading)
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
+            whole = plain.parse_json(text)
+        except ValueError as error:  # of an object per line, too
+            if text.lstrip().startswith("["):
+                raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
+        else:
+            return _parsed(whole if isinstance(whole, list) else [whole], str(path), path.stem, reading)
     return _parsed_lines(text, path, reading)
 
 

@@ -106,6 +106,7 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
         ("a.jsonl", b"", "the data set is empty"),
         ("a.jsonl", b"\n \n", "the data set is empty"),
         ("a.json", b"[]", "the data set is empty"),
+        ("a.json", b'{\n"data": []\n}', r"1 of 1 rows are malformed:\n.* its keys are data"),
         ("a.json", b'[{"question": "q"', "not valid JSON"),
         ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "\xff"}', "line 2 is not UTF-8"),
         ("a.parquet", b"PAR1 rubbish", "cannot be read as parquet"),
