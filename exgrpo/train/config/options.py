@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from exgrpo.train.common.errors import ConfigError
@@ -220,7 +220,10 @@ class Config(Section):
     resume: str | None = Field(
         None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
     )
-    preflight: Literal["stop", "warn", "off"] = Field(
+    # A plain `off` of YAML is False.
+    preflight: Annotated[
+        Literal["stop", "warn", "off"], BeforeValidator(lambda given: "off" if given is False else given)
+    ] = Field(
         "stop",
         description="Before training a few questions are answered and graded; where no answer can earn a reward: stop, "
         "or only warn.",

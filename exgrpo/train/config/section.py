@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
 
 SHOWN_PROBLEMS = 10
+_AS_IN_YAML = {"tuple_type": "list", "dict_type": "mapping", "model_type": "mapping"}
 
 
 class Section(BaseModel):
@@ -97,7 +98,8 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
         elif problem["type"] == "missing":
             lines.append(f"{key} is missing")
         else:
-            message = problem["msg"].removeprefix("Value error, ")
+            kind = _AS_IN_YAML.get(problem["type"])
+            message = f"Input should be a valid {kind}" if kind else problem["msg"].removeprefix("Value error, ")
             lines.append(f"{key}: {message} (got {shown(problem['input'])})" if key else message)
     more = error.error_count() - len(lines)
     return f"{origin}: " + "; ".join(lines) + (f"; and {more} more" if more else "")

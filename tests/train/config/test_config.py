@@ -116,10 +116,10 @@ def test_words_that_cannot_be_left_or_told_are_refused(arguments, message):
 
 
 def test_latex_is_no_line_break_and_a_tilde_is_the_home_folder(tmp_path):
-    text = "base: builtin:countdown\noutput.folder: ~/runs\nexperience.folder: ~/tokens\n"
+    text = "base: builtin:countdown\noutput.folder: ~/runs\nexperience.folder: ~/tokens\npreflight: off\n"
     config = load_recipe(write(tmp_path, text + "data.prompt_format: '{question} with $a \\neq b$'"))
     assert config.data.prompt_format == "{question} with $a \\neq b$"
-    assert config.data.train == ("builtin:countdown",)
+    assert (config.data.train, config.preflight) == (("builtin:countdown",), "off")
     assert (config.output.folder, config.experience.folder) == (Path.home() / "runs", Path.home() / "tokens")
 
 
@@ -164,7 +164,8 @@ def test_bad_values_are_named(tmp_path, text, message):
         ("base: recipe.yaml", "leads back to itself"),
         ("base: other.yaml", "other.yaml: no such recipe"),
         ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
-        ("policy: 5\ndata.train: d", r"policy: Input should be a valid .* \(got 5\)"),
+        ("policy: 5\ndata.train: d", r"policy: Input should be a valid mapping \(got 5\)"),
+        (f"base: {DEFAULT_RUN}\nrollout.stop: x", r"rollout.stop: Input should be a valid list \(got 'x'\)"),
         ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
         ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and the value \['m'\]"),
         ("policy.overrides:\npolicy: {overrides: {a: 1}}", "overrides is a section of keys, and the value None"),
