@@ -90,13 +90,13 @@ def _check_ids(pretrained: Pretrained) -> None:
                 f"policy.path: the {name} token of {path!r} has the id {outside[0]}, and its vocabulary has {rows} "
                 "tokens: correct the id in generation_config.json, config.json or the tokenizer"
             )
-    special = {i for i, token in pretrained.tokenizer.added_tokens_decoder.items() if token.special}
-    vocabulary = pretrained.tokenizer.get_vocab().items()
-    token, largest = max((item for item in vocabulary if item[1] not in special), key=lambda item: item[1])
-    if largest >= rows:
+    outside = {i: token for token, i in pretrained.tokenizer.get_vocab().items() if i >= rows}
+    added = pretrained.tokenizer.added_tokens_decoder if outside else {}
+    if lacking := [i for i in outside if i not in added or not added[i].special]:
         raise ModelError(
-            f"policy.path: the tokenizer of {path!r} has the token {token!r} with the id {largest}, and the model's "
-            f"vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or enlarge its embedding"
+            f"policy.path: the tokenizer of {path!r} has the token {outside[lacking[0]]!r} with the id {lacking[0]}, "
+            f"and the model's vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or "
+            "enlarge its embedding"
         )
 
 
