@@ -152,8 +152,8 @@ class PromptFormat:
             return bare
         # Some tokenizers put an EOS token behind every text, and an answer would begin behind that.
         first, (whole,) = bare[0], tokenizer(texts[:1], add_special_tokens=True)["input_ids"]
-        before = next((whole[:start] for start in range(len(whole)) if whole[start:][: len(first)] == first), [])
-        return [before + ids for ids in bare]
+        before = next((start for start in range(len(whole)) if whole[start:][: len(first)] == first), 0)
+        return [whole[:before] + ids for ids in bare]
 
     def messages(self, row: Row) -> list[dict[str, str]]:
         """The conversation {role, content} of a row's prompt, which ends with the question."""

@@ -90,11 +90,11 @@ def _check_ids(pretrained: Pretrained) -> None:
                 f"policy.path: the {name} token of {path!r} has the id {outside[0]}, and its vocabulary has {rows} "
                 "tokens: correct the id in generation_config.json, config.json or the tokenizer"
             )
-    outside = {i: token for token, i in pretrained.tokenizer.get_vocab().items() if i >= rows}
-    added = pretrained.tokenizer.added_tokens_decoder if outside else {}
-    if lacking := [i for i in outside if i not in added or not added[i].special]:
+    beyond = {i: token for token, i in pretrained.tokenizer.get_vocab().items() if i >= rows}
+    added = pretrained.tokenizer.added_tokens_decoder if beyond else {}
+    if lacking := [i for i in beyond if i not in added or not added[i].special]:
         raise ModelError(
-            f"policy.path: the tokenizer of {path!r} has the token {outside[lacking[0]]!r} with the id {lacking[0]}, "
+            f"policy.path: the tokenizer of {path!r} has the token {beyond[lacking[0]]!r} with the id {lacking[0]}, "
             f"and the model's vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or "
             "enlarge its embedding"
         )
