@@ -32,7 +32,7 @@ from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.policy import WholeWeights
-from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, load_pretrained
+from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, check_prompts, load_pretrained
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
@@ -187,6 +187,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     """Answer what is not answered yet, then score everything; the same on every rank."""
     pretrained = load_pretrained(options.model, options.policy.overrides)
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
+    check_prompts(pretrained, questions)
     counts = answers_per_row([*questions, *left_out], options)
     counts, of_left_out = counts[: len(questions)], counts[len(questions) :]
     chunks = [slice(start, start + options.chunk) for start in range(0, len(questions), options.chunk)]

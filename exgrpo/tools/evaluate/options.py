@@ -36,7 +36,7 @@ from exgrpo.train.config.recipe import (
     unfinished,
 )
 from exgrpo.train.config.rollout import EnvironmentConfig
-from exgrpo.train.config.section import Section, Sources, StopString, explain, flat, known_keys
+from exgrpo.train.config.section import Folder, Section, Sources, StopString, Text, explain, flat, known_keys
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 from exgrpo.train.data.prompts import PromptFormat
 
@@ -77,13 +77,13 @@ class DataOptions(Section):
     columns: ColumnNames = as_in(DataConfig, "columns")
     sources: SourceConfigs = as_in(DataConfig, "sources")
     chat: bool = as_in(DataConfig, "chat")
-    system_prompt: str | None = as_in(DataConfig, "system_prompt")
+    system_prompt: Text | None = as_in(DataConfig, "system_prompt")
     keep_system: bool = as_in(DataConfig, "keep_system")
-    prompt_format: str = as_in(DataConfig, "prompt_format")
-    answer_prefix: str = as_in(
+    prompt_format: Text = as_in(DataConfig, "prompt_format")
+    answer_prefix: Text = as_in(
         DataConfig,
         "answer_prefix",
-        description="Text that opens every answer, such as '<think>\\n'; it ends the prompt.",
+        description="Text that opens every answer, such as $'<think>\\n'; it ends the prompt.",
     )
     max_prompt_tokens: int = as_in(
         DataConfig, "max_prompt_tokens", description="Longer prompts are not asked; they count as wrong."
@@ -132,7 +132,7 @@ class DistributedOptions(Section):
 class OutputOptions(Section):
     """What an evaluation leaves behind."""
 
-    folder: Path = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
+    folder: Folder = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
 
 
 class Options(Section):

@@ -101,6 +101,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         OutputError: it is there and not empty, or cannot be written.
     """
     with os_errors_as(OutputError, f"{folder} cannot be written"):
+        folder = folder.resolve()  # "." has no name
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise OutputError(f"{folder} exists already and is not empty: choose another folder, or remove it")
         unfinished = folder.with_name(f".{folder.name}.unfinished")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from exgrpo.train.common.errors import ConfigError
@@ -29,7 +29,7 @@ from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
 from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
-from exgrpo.train.config.section import Section, Sources
+from exgrpo.train.config.section import Folder, Section, Sources, Text
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 
 PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
@@ -74,16 +74,16 @@ class DataConfig(Section):
         description="In recipes: a list of {source, columns, prompt_format, reward, stop}, where a source differs.",
     )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
-    system_prompt: str | None = Field(None, description="System message put before every question.")
+    system_prompt: Text | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
-    prompt_format: str = Field(
+    prompt_format: Text = Field(
         PROMPT_FORMAT,
         description="Format string around every question; literal braces are doubled. Or the name of a prompt: "
         "reasoning_gym, verl_gsm8k, verl_math, open_r1.",
     )
-    answer_prefix: str = Field(
+    answer_prefix: Text = Field(
         "",
-        description="Text that opens every answer, such as '<think>\\n'; it ends the prompt and is not trained.",
+        description="Text that opens every answer, such as $'<think>\\n'; it ends the prompt and is not trained.",
     )
     max_prompt_tokens: int = Field(
         1024, ge=1, le=LONGEST, description="Longer prompts are left out and counted; held-out ones count as wrong."
@@ -175,7 +175,7 @@ class CheckpointConfig(Section):
 class OutputConfig(Section):
     """What a run leaves behind."""
 
-    folder: Path = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
+    folder: Folder = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
     name: str | None = Field(None, description="Name of the run's folder, without '/'; default: date and time.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",),
@@ -220,7 +220,10 @@ class Config(Section):
     resume: str | None = Field(
         None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
     )
-    preflight: Literal["stop", "warn", "off"] = Field(
+    # A plain `off` of YAML is False.
+    preflight: Annotated[
+        Literal["stop", "warn", "off"], BeforeValidator(lambda given: "off" if given is False else given)
+    ] = Field(
         "stop",
         description="Before training a few questions are answered and graded; where no answer can earn a reward: stop, "
         "or only warn.",

@@ -77,7 +77,8 @@ def located(path: str) -> str:
                 if (folder / "adapter_config.json").is_file():
                     way = f"name the model that they are for, and --lora.path {folder} beside it"
                     raise ModelError(f"policy.path: {folder} holds adapters and no model: {way}")
-                raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model")
+                there = f": {folder / 'model'} does" if (folder / "model" / "config.json").is_file() else ""
+                raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model{there}")
             return str(folder)
         return path
 

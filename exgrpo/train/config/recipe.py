@@ -59,8 +59,8 @@ def unfinished(values: dict[str, Any], origin: str, needed: Sequence[str] = ()) 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a YAML recipe, nested. Its keys may be nested or dotted ("experience.ratio: 0.25").
 
-    A recipe may name another under the key `base` (a path relative to its own) and then holds only what differs. An
-    empty mapping, such as `policy.overrides: {}`, takes back all that the base has there.
+    A recipe may name another under the key `base` (builtin:NAME, or a path relative to its own) and then holds only
+    what differs. An empty mapping, such as `policy.overrides: {}`, takes back all that the base has there.
     `seen` are the recipes that led to this one.
 
     Raises:
@@ -87,7 +87,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = raw.pop("base", "")
     if not isinstance(base, str | None):
         raise ConfigError(f"{path}: base is the path of one recipe, not a {type(base).__name__}")
-    inherited = read_recipe((path.parent / base).resolve(), (*seen, path)) if base else {}
+    inherited = read_recipe(recipe_path(Path(base), path.parent).resolve(), (*seen, path)) if base else {}
     try:
         return merged(inherited, raw)
     except ConfigError as error:

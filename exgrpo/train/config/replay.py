@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MOST_STEPS
-from exgrpo.train.config.section import Section
+from exgrpo.train.config.section import Folder, Section
 
 TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
 BucketBy = Literal["success_count", "reward_deviation"]
@@ -98,7 +98,7 @@ class ExperienceConfig(Section):
         None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
     )
 
-    folder: Path | None = Field(
+    folder: Folder | None = Field(
         None,
         description="A folder on a disk of this machine for the tokens of stored answers, which then need no RAM. Each "
         "rank has files of its own there, which go when it ends.",

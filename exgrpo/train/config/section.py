@@ -3,14 +3,18 @@
 Dotted keys: "experience.ratio" is the value `ratio` of the section `experience`.
 """
 
+import os
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from exgrpo.train.common.errors import SHOWN, cut, nearest, shown
 
 SHOWN_PROBLEMS = 10
+_AS_IN_YAML = {"tuple_type": "list", "dict_type": "mapping", "model_type": "mapping"}
 
 
 class Section(BaseModel):
@@ -28,7 +32,22 @@ Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 """vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
 TopP = Annotated[float, Field(gt=0, le=1)]
-StopString = Annotated[str, Field(min_length=1)]
+
+
+def _with_line_breaks(text: str) -> str:
+    """The text; not where line breaks have stayed what was typed for them. LaTeX goes on with a small letter: \\neq."""
+    if "\n" not in text and re.search(r"\\n(?![a-z])", text):
+        raise ValueError(
+            "it has a backslash and an n in the place of a line break: write $'...\\n' in a shell, double quotes in a "
+            "recipe"
+        )
+    return text
+
+
+Text = Annotated[str, AfterValidator(_with_line_breaks)]
+StopString = Annotated[str, Field(min_length=1), AfterValidator(_with_line_breaks)]
+Folder = Annotated[Path, AfterValidator(lambda folder: Path(os.path.expanduser(folder)))]
+"""Of results; no shell has opened the ~ of a recipe and of --output.folder=~/runs."""
 
 
 def joined(names: Iterable[object]) -> str:
@@ -79,7 +98,8 @@ def explain(error: ValidationError, model: type[BaseModel], origin: str, section
         elif problem["type"] == "missing":
             lines.append(f"{key} is missing")
         else:
-            message = problem["msg"].removeprefix("Value error, ")
+            kind = _AS_IN_YAML.get(problem["type"])
+            message = f"Input should be a valid {kind}" if kind else problem["msg"].removeprefix("Value error, ")
             lines.append(f"{key}: {message} (got {shown(problem['input'])})" if key else message)
     more = error.error_count() - len(lines)
     return f"{origin}: " + "; ".join(lines) + (f"; and {more} more" if more else "")

@@ -12,7 +12,7 @@ from pydantic.errors import PydanticUserError
 
 from exgrpo.train.common.errors import ConfigError, DataError, nearest, shown
 from exgrpo.train.common.plain import parse_yaml
-from exgrpo.train.config.section import Section, StopString
+from exgrpo.train.config.section import Section, StopString, Text
 
 ColumnNames = dict[Literal["question", "answer", "solution"], Annotated[str, Field(min_length=1)]]
 
@@ -22,7 +22,7 @@ class SourceConfig(Section):
 
     source: str = Field(description="The source, as data.train or data.test has it.")
     columns: ColumnNames | None = Field(None, description="What it calls its columns, in the place of data.columns.")
-    prompt_format: str | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
+    prompt_format: Text | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
     reward: str | None = Field(
         None, min_length=1, description="Of its questions, in the place of what it brings; as reward.function."
     )

@@ -154,10 +154,12 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
     try:
         return datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        first, *others = str(error).strip().split("\n")
+        if not config and others and "config" in others[0]:  # the data set has several, which the second line names
+            first = f"{cut(f'{first} {others[0]}', SHOWN)}: {name}:CONFIG names one"
         raise DataError(
             f"{source} is no file here, and split {split!r} of a hub data set of that name cannot be loaded: "
-            f"{type(error).__name__}: {cut(reason, SHOWN)}"
+            f"{type(error).__name__}: {cut(first, 2 * SHOWN)}"
         ) from error
 
 
@@ -174,11 +176,14 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
         raise DataError(f"{path}: line {line} is not UTF-8 text: {error.reason}") from error
     if path.suffix == ".csv":
         return _csv_rows(text, path, reading)
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    if path.suffix == ".json":
         try:
-            return _parsed(plain.parse_json(text), str(path), path.stem, reading)
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
+            whole = plain.parse_json(text)
+        except ValueError as error:  # of an object per line, too
+            if text.lstrip().startswith("["):
+                raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
+        else:
+            return _parsed(whole if isinstance(whole, list) else [whole], str(path), path.stem, reading)
     return _parsed_lines(text, path, reading)
 
 
@@ -245,7 +250,7 @@ def _delimiter(text: str, reading: Reading) -> str:
     known = {*COLUMNS, *reading.names.values()}
 
     def fit(delimiter: str) -> tuple[int, int]:
-        names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), [])
+        names = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True), [])
         return sum(name.strip() in known for name in names), len(names)
 
     return max(DELIMITERS, key=fit)
@@ -254,7 +259,10 @@ def _delimiter(text: str, reading: Reading) -> str:
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    records = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True)
+    # Without skipinitialspace the quotes of `"1 + 1, what is it?", "2"` would be a part of the answer.
+    records = csv.reader(
+        io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True, skipinitialspace=True
+    )
     try:
         names = [name.strip() for name in next(records, [])]
     except csv.Error as error:

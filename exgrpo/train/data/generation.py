@@ -5,7 +5,7 @@ from hashlib import sha256
 from random import Random
 from typing import Literal, TypeVar
 
-from exgrpo.train.common.errors import DataError
+from exgrpo.train.common.errors import DataError, shown
 
 Split = Literal["pretrain", "train", "test"]
 
@@ -29,8 +29,11 @@ def different_problems(
     """Return `count` problems of the split whose keys differ, the same ones for the same arguments.
 
     `draw` makes a problem of any split from the generator; `key_of` is its canonical form, by which problems are
-    compared and shared out over the splits. Raises DataError where the split has too few different problems.
+    compared and shared out over the splits. Raises DataError where there is no such split, or it has too few different
+    problems.
     """
+    if split not in _TENTHS:
+        raise DataError(f"there is no split {shown(split)}; there is {', '.join(_TENTHS)}")
     rng = Random(f"{split}:{seed}")
     problems: dict[str, P] = {}
     for _ in range(count * DRAWS_PER_PROBLEM):

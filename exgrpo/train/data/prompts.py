@@ -53,7 +53,7 @@ class PromptFormat:
     Attributes:
         max_prompt_tokens: longer prompts are left out.
         chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
-            the text as it is, with the special tokens that the tokenizer puts around a text.
+            the text as it is, with the special tokens that the tokenizer puts before a text.
         prompt_format: what the user says last, with {question} in it; literal braces are doubled, as in str.format.
         system_prompt: the system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
@@ -146,9 +146,14 @@ class PromptFormat:
             raise DataError(f"the question {shown(long.text)} has several turns, which need data.chat=True")
         else:
             texts = [self.prompt_format.format(question=row.question) for row in rows]
-        # A chat template writes the special tokens itself.
-        ids = tokenizer([text + self.answer_prefix for text in texts], add_special_tokens=not self.chat)["input_ids"]
-        return list(ids)
+        texts = [text + self.answer_prefix for text in texts]
+        bare = list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        if self.chat:  # the template writes the special tokens itself
+            return bare
+        # Some tokenizers put an EOS token behind every text, and an answer would begin behind that.
+        first, (whole,) = bare[0], tokenizer(texts[:1], add_special_tokens=True)["input_ids"]
+        before = next((start for start in range(len(whole)) if whole[start:][: len(first)] == first), 0)
+        return [whole[:before] + ids for ids in bare]
 
     def messages(self, row: Row) -> list[dict[str, str]]:
         """The conversation {role, content} of a row's prompt, which ends with the question."""

@@ -11,6 +11,7 @@ data set calls its question, answer or solution can be said (data.columns), for 
 """
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ QUESTIONS, ANSWERS = ("prompt", "question", "problem"), ("reward_model", "answer
 """Of which a row needs one each."""
 NO_COLUMNS = Columns()
 ROLES = ("system", "user", "assistant")
+_BARE_BOX = re.compile(r"\\boxed\s*(-?\d+)\.?\s*\$")
+"""Two solutions of MATH have no braces: `$\\boxed 2$`."""
 REMEDY = "--data.columns question NAME answer NAME says what they are called"
 
 
@@ -157,7 +160,7 @@ def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:
         raise DataError(f"the system message must be text, got {_kind(systems[0])}")
     reward_model = row.get("reward_model")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError("has no reward_model.ground_truth")
+        raise DataError(f"has no reward_model.ground_truth beside its prompt ({REMEDY})")
     gold = gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
     return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source, columns)
 
@@ -192,6 +195,8 @@ def _answer_of_solution(solution: str) -> str:
     if "####" in solution:
         return solution.rpartition("####")[2]
     content = boxed_answer(solution)
+    if content is None and (bare := _BARE_BOX.findall(solution)):
+        return bare[-1]
     if content is None:
         raise DataError("has no answer, and its solution holds neither #### nor \\boxed{...}")
     return content

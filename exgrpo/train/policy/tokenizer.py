@@ -1,6 +1,6 @@
 """A model to start from, and what of its tokenizer the trainer needs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from exgrpo.train.common.errors import ModelError, shown
+from exgrpo.train.common.errors import DataError, ModelError, shown
+from exgrpo.train.data.questions import Question
 from exgrpo.train.policy.source import ModelSource, explained, find_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +79,10 @@ def _eos_ids(path: str, of_config: Any, of_tokenizer: Any) -> tuple[int, ...]:
 
 
 def _check_ids(pretrained: Pretrained) -> None:
-    """Every token needs a row of the embedding, those that end answers or fill batches first."""
+    """Every token needs a row of the embedding, those that end answers or fill batches first.
+
+    A special one, which no text has by chance, may lack it: that for images of Gemma 3 does in the models of text.
+    """
     path, rows = pretrained.model.path, pretrained.model.config.get_text_config().vocab_size
     for name, ids in (("EOS", pretrained.eos), ("pad", (pretrained.pad,))):
         if outside := [i for i in ids if not 0 <= i < rows]:
@@ -86,9 +90,26 @@ def _check_ids(pretrained: Pretrained) -> None:
                 f"policy.path: the {name} token of {path!r} has the id {outside[0]}, and its vocabulary has {rows} "
                 "tokens: correct the id in generation_config.json, config.json or the tokenizer"
             )
-    token, largest = max(pretrained.tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if largest >= rows:
+    beyond = {i: token for token, i in pretrained.tokenizer.get_vocab().items() if i >= rows}
+    added = pretrained.tokenizer.added_tokens_decoder if beyond else {}
+    if lacking := [i for i in beyond if i not in added or not added[i].special]:
         raise ModelError(
-            f"policy.path: the tokenizer of {path!r} has the token {token!r} with the id {largest}, and the model's "
-            f"vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or enlarge its embedding"
+            f"policy.path: the tokenizer of {path!r} has the token {beyond[lacking[0]]!r} with the id {lacking[0]}, "
+            f"and the model's vocabulary has {rows} tokens: give the model the tokenizer that belongs to it, or "
+            "enlarge its embedding"
         )
+
+
+def check_prompts(pretrained: Pretrained, questions: Iterable[Question]) -> None:
+    """Whether the model has a row of its embedding for every token of the prompts.
+
+    Raises:
+        DataError: it has not; the message names the question.
+    """
+    rows = pretrained.model.config.get_text_config().vocab_size
+    for question in questions:
+        if (largest := max(question.prompt, default=0)) >= rows:
+            raise DataError(
+                f"the question {shown(question.text)} of {shown(question.source)} has the token "
+                f"{pretrained.tokenizer.convert_ids_to_tokens(largest)}, which this model cannot read: remove it"
+            )

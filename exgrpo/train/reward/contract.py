@@ -220,7 +220,8 @@ def _misuse(returned: str) -> Outcome:
 
 def _number(value: Any) -> float | None:
     try:
-        number = float(value) if isinstance(value, Real) else None
+        # NumPy's bool, as np.isclose gives it, is no Real.
+        number = float(value) if isinstance(value, Real) or str(getattr(value, "dtype", "")) == "bool" else None
     except Exception:  # as of 10**400; a class of numbers of its own may raise anything
         return None
     return number if number is not None and abs(number) <= LARGEST_REWARD else None  # a NaN is not

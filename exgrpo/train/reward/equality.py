@@ -3,7 +3,8 @@ r"""Whether two answers are equal, with a tolerance that the digits of the gold 
 Numbers ("72", "4.5e33", "\sqrt{2}", "x = 5", "50\%") are compared here:
     A gold answer with decimals ("20.39", "4.5e33", "3e8") is taken as rounded. An answer may be off by less than
     half a unit of its last digit, and by less than 0.1 %. The limit is for short decimals: half a unit of 0.5 would
-    be 10 %, and most of them are exact. Rounding further (20.4 for 20.39) is refused.
+    be 10 %, and most of them are exact. Rounding further (20.4 for 20.39) is refused. The last digits of a double
+    ("0.30000000000000004" in a table of numbers) are noise: 2^-52 of the number is no mistake.
     Every other gold answer ("72", "142.0", "\frac{1}{3}", "\pi", "5 \times 10^5") is exact. An answer must be equal
     to it; only where it is no integer a decimal with at least six significant digits will do, if it is off by at most
     one unit of its last digit: 0.333333 for \frac{1}{3}, but neither 0.3333 nor 0.333335.
@@ -23,6 +24,7 @@ from typing import Any
 from exgrpo.train.reward.notation import Decimal, Written, is_inequality
 
 _CAP = Fraction(1, 1000)
+_FLOAT = Fraction(1, 2**52)
 _ENOUGH_DIGITS = 6
 _EVALUATED_DIGITS = 50
 _LONGEST_MAGNITUDE = 10_000  # in bits; what is larger is not written out
@@ -76,7 +78,7 @@ def _close(gold: Decimal | None, answer: Decimal | None, g: Fraction, a: Fractio
     if off == 0:
         return True
     if gold is not None and gold.rounded:
-        return off < min(gold.unit / 2, _CAP * abs(g))
+        return off < min(max(gold.unit / 2, _FLOAT * abs(g)), _CAP * abs(g))
     if gold is not None and answer is not None:
         return False
     size = abs(g)

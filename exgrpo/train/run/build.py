@@ -27,7 +27,7 @@ from exgrpo.train.policy.flops import forward_flops
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
-from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
+from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.rollout.engine import EngineSettings, training_settings
@@ -82,6 +82,8 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     train = tokenised(data.train, early.train, data.train_limit)
     sets = held_out_sets(config)
     held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    for questions in (train, *held_out.values()):
+        check_prompts(pretrained, questions)
     check_best(config, held_out)
     return Inputs(pretrained, train, held_out, early.grader)
 

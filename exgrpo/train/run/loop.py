@@ -114,7 +114,7 @@ class Run:
     def _start_experience(self) -> Started | None:
         pretrained, stop = self.inputs.pretrained, self.config.rollout.stop
         vocabulary = pretrained.model.config.get_text_config().vocab_size
-        encoding = Encoding(pretrained.tokenizer, pretrained.eos, vocabulary, stop)
+        encoding = Encoding(pretrained.tokenizer, pretrained.eos, vocabulary, stop, self.config.data.answer_prefix)
         return start_experience(Beginning.of(self.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:

@@ -96,12 +96,14 @@ class Encoding:
         eos: ids of all tokens that end an answer; a text that has ended gets the tokenizer's own one.
         vocabulary: number of token ids that the model knows.
         stop: strings that end an answer.
+        prefix: text that opens every answer and ends the prompt; answers of others may begin with it, too.
     """
 
     tokenizer: Any
     eos: Collection[int]
     vocabulary: int
     stop: tuple[str, ...] = ()
+    prefix: str = ""
 
     def read(self, tokens: Sequence[int]) -> str:
         """Token ids as text, special tokens left out."""
@@ -122,7 +124,7 @@ class Encoding:
 
         What has ended ends with EOS, and nothing comes behind the first EOS.
         """
-        texts = [trace.response for trace in traces]
+        texts = [trace.response.removeprefix(self.prefix) for trace in traces]
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         eos = min(self.eos, key=lambda one: one != self.tokenizer.eos_token_id)
         found = []

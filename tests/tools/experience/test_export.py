@@ -1,5 +1,7 @@
 """What a run has stored becomes a data set, whole or not at all."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import yaml
@@ -103,7 +105,7 @@ def test_answers_without_log_probs_name_no_model(tmp_path):
     assert trace.behaviour == "unknown"
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", some())
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine").write_text("mine")
@@ -111,7 +113,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
         export(run, tmp_path / "set")
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["mine"]
     (tmp_path / "set" / "mine").unlink()
-    export(run, tmp_path / "set")
+    monkeypatch.chdir(tmp_path / "set")
+    export(run, Path("."))
+    monkeypatch.undo()
     assert (tmp_path / "set" / "README.md").is_file()
 
 

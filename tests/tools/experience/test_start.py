@@ -17,6 +17,7 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay.table import OF_ORIGIN
 from exgrpo.train.rollout.answers import Answerer
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
+from exgrpo.train.run.traces import read_traces
 from exgrpo.train.trainer import Trainer
 from tests.tools.experience import runs
 from tests.tools.experience.runs import K, config, make_run, pretrained, same, some, with_reply
@@ -107,6 +108,13 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
     assert all(one.written is None for one in stored(trainer))
+
+
+def test_what_the_prompt_ends_with_does_not_come_twice(tmp_path):
+    """Expert answers begin with "<think>", which data.answer_prefix has put at the end of the prompt."""
+    rows = read_traces(write(tmp_path / "expert.jsonl", trace(0, "5 6 7"), trace(0, "7 5 6")))
+    found = dataclasses.replace(PRINTED, prefix="5 6 ").tokens(list(rows))
+    assert [tokens.tolist() for tokens, _ in found] == [[7, EOS], [7, 5, 6, EOS]]
 
 
 @pytest.mark.parametrize("rule", ["recompute", "keep"])

@@ -115,6 +115,14 @@ def test_words_that_cannot_be_left_or_told_are_refused(arguments, message):
         parse_args(arguments)
 
 
+def test_latex_is_no_line_break_and_a_tilde_is_the_home_folder(tmp_path):
+    text = "base: builtin:countdown\noutput.folder: ~/runs\nexperience.folder: ~/tokens\npreflight: off\n"
+    config = load_recipe(write(tmp_path, text + "data.prompt_format: '{question} with $a \\neq b$'"))
+    assert config.data.prompt_format == "{question} with $a \\neq b$"
+    assert (config.data.train, config.preflight) == (("builtin:countdown",), "off")
+    assert (config.output.folder, config.experience.folder) == (Path.home() / "runs", Path.home() / "tokens")
+
+
 def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
     recipe = write(tmp_path, f"base: {DEFAULT_RUN}\nsteps: 7\nexperience.ratio: 0.25\noptimizer.lr: 1.0e-6\n")
     config = parse_args(["--recipe", str(recipe), "--experience.ratio", "0.75", "--objective.clip", "None"])
@@ -129,6 +137,8 @@ def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
         ("experience.rato: 0.3", "unknown key 'experience.rato'; did you mean 'experience.ratio'?"),
         ("stepz: 3", "unknown key 'stepz'; did you mean 'steps'?"),
         ("experience: {ratio: 3}", r"experience.ratio: Input should be less than or equal to 1 \(got 3\)"),
+        ("rollout.stop: ['\\nQ:']", r"rollout.stop.0: it has a backslash and an n .* break: write \$'"),
+        ("data.answer_prefix: <think>\\n", "data.answer_prefix: it has a backslash and an n in the place"),
         ("policy.dtype: fp8", "policy.dtype: Input should be 'fp32', 'bf16' or 'fp16'"),
         ("optimizer.minibatches: 65", r"optimizer.minibatches \(65\) exceeds questions \(64\)"),
         ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a linear or cosine schedule falls to it from lr \("),
@@ -154,7 +164,8 @@ def test_bad_values_are_named(tmp_path, text, message):
         ("base: recipe.yaml", "leads back to itself"),
         ("base: other.yaml", "other.yaml: no such recipe"),
         ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
-        ("policy: 5\ndata.train: d", r"policy: Input should be a valid .* \(got 5\)"),
+        ("policy: 5\ndata.train: d", r"policy: Input should be a valid mapping \(got 5\)"),
+        (f"base: {DEFAULT_RUN}\nrollout.stop: x", r"rollout.stop: Input should be a valid list \(got 'x'\)"),
         ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
         ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and the value \['m'\]"),
         ("policy.overrides:\npolicy: {overrides: {a: 1}}", "overrides is a section of keys, and the value None"),

@@ -150,6 +150,12 @@ def test_every_recipe_that_builds_on_the_papers_is_in_the_table():
     assert set(RECIPES) - own == set(CHANGES)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_graded_behind_the_thinking_is_asked_to_think(recipe):
+    values = resolved(recipe)
+    assert values["reward.function"] != "math" or values["data.answer_prefix"].startswith("<think>")
+
+
 @pytest.mark.parametrize("recipe", CHANGES)
 def test_a_recipe_changes_what_it_says_and_nothing_else(recipe):
     paper, ours = resolved("paper.yaml"), resolved(recipe)

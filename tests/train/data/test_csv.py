@@ -12,7 +12,7 @@ from tests.train.data.test_questions import TOKENIZER, load
 def test_csv_cells_are_texts_as_they_stand(tmp_path):
     path = tmp_path / "mine.csv"
     long = "x" * 200_000  # more than the csv module takes by default
-    quoted = '"Two\r\nlines, ""quoted""",,007'
+    quoted = '"Two\r\nlines, ""quoted""",, "007"'
     header = "\ufeff question ,problem,answer"
     lines = [header, quoted, "", ',a\u2028b,"#### 1,000"', f"{long},,1", ""]
     path.write_text("\r\n".join(lines), newline="")

@@ -106,6 +106,7 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
         ("a.jsonl", b"", "the data set is empty"),
         ("a.jsonl", b"\n \n", "the data set is empty"),
         ("a.json", b"[]", "the data set is empty"),
+        ("a.json", b'{\n"data": []\n}', r"1 of 1 rows are malformed:\n.* its keys are data"),
         ("a.json", b'[{"question": "q"', "not valid JSON"),
         ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": "\xff"}', "line 2 is not UTF-8"),
         ("a.parquet", b"PAR1 rubbish", "cannot be read as parquet"),
@@ -172,6 +173,8 @@ def test_hub_names_go_to_datasets(monkeypatch):
         calls.append((name, config, split))
         if name == "owner/gone":
             raise ConnectionError("cannot be reached\nmore")
+        if config is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main']\nmore")
         return [{"question": "q", "answer": "#### 1"}]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -182,6 +185,8 @@ def test_hub_names_go_to_datasets(monkeypatch):
         ValueError, match=r"owner/gone is no file here, .*'train' .*ConnectionError: cannot be reached$"
     ):
         load("owner/gone", TOKENIZER, max_prompt_tokens=100)
+    with pytest.raises(ValueError, match=r"configs: \['main'\]: owner/name:CONFIG names one$"):
+        load("owner/name", TOKENIZER, max_prompt_tokens=100)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install exgrpo\[train\]"):
         load("owner/name", TOKENIZER, max_prompt_tokens=100)
@@ -217,6 +222,10 @@ def test_templates(tmp_path):
     assert opened == f"<user>{question}\n<assistant><think>\n"
     plain = prompt_of(tmp_path, BASE_TOKENIZER, chat=False, prompt_format="Q: {question}\nA:")
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
+    both = make_tokenizer(None)
+    both._tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
+    ends = prompt_of(tmp_path, both, chat=False, prompt_format="Q: {question}\nA:")
+    assert ends == plain  # and not those that would end it before the answer
 
 
 def test_prompts_by_name():

@@ -14,6 +14,7 @@ from tests.train.data.test_questions import PAPER_ROW
         ({"question": "q", "answer": "42"}, "q", "42"),
         ({"problem": "p", "solution": "so #### 7"}, "p", "7"),
         ({"problem": "p", "solution": "so \\boxed{\\frac{1}{2}}."}, "p", "\\frac{1}{2}"),
+        ({"problem": "p", "solution": "The largest root is $\\boxed 2$."}, "p", "2"),
         ({"problem": "p", "solution": "long \\boxed{1}", "answer": "5"}, "p", "5"),
         ({"question": "q", "problem": None, "answer": 42, "solution": None}, "q", "42"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),

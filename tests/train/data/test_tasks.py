@@ -66,6 +66,8 @@ def test_splits_share_nothing_not_even_in_another_order(task, difficulty):
 def test_an_unknown_difficulty_is_a_clear_error(task, difficulty):
     with pytest.raises(DataError, match=f"difficulty is one of 1, 2, 3, 4, not {difficulty}"):
         task.generate("train", 1, 0, difficulty=difficulty)
+    with pytest.raises(DataError, match="there is no split 'validation'; there is pretrain, train, test"):
+        task.generate("validation", 1, 0)
 
 
 def test_too_many_problems_is_a_clear_error(task, monkeypatch):

@@ -14,12 +14,13 @@ from exgrpo.tools import serve
 from exgrpo.tools.evaluate.evaluation import run as run_evaluation
 from exgrpo.tools.evaluate.options import Options
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import ConfigError, ModelError
+from exgrpo.train.common.errors import ConfigError, DataError, ModelError
 from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import DEFAULT_RUN
+from exgrpo.train.data.questions import Question
 from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.policy.tokenizer import load_pretrained
+from exgrpo.train.policy.tokenizer import check_prompts, load_pretrained
 from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import choose_engine
 from tests.train import tiny
@@ -271,6 +272,12 @@ def test_a_damaged_generation_config_does_not_count_as_none(arithmetic, content)
     assert load_pretrained(str(folder)).eos == (292,)
 
 
+def test_the_folder_of_a_run_is_told_from_that_of_its_model(arithmetic, tmp_path):
+    shutil.copytree(arithmetic[0], tmp_path / "run" / "model")
+    with pytest.raises(ModelError, match="/run holds no config.json, so no Hugging Face model: .*/run/model does"):
+        load_pretrained(str(tmp_path / "run"))
+
+
 def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
     folder, _ = arithmetic
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -278,15 +285,22 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
     tokenizer.add_tokens([f"<extra{i}>" for i in range(free)])
     tokenizer.save_pretrained(folder)
     assert len(load_pretrained(str(folder)).tokenizer) == 320
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})  # as that of Gemma 3 in models of text
+    tokenizer.save_pretrained(folder)
+    loaded = load_pretrained(str(folder))
+    ids = tuple(loaded.tokenizer("1 <image>")["input_ids"])
+    check_prompts(loaded, [Question(0, ids[:-1], "1", "1", "mine")])
+    with pytest.raises(DataError, match="'1 <image>' of 'mine' has the token <image>, which this model cannot read"):
+        check_prompts(loaded, [Question(0, ids, "1 <image>", "1", "mine")])
     tokenizer.add_tokens(["<one more>"])
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        ValueError, match="has the token '<one more>' with the id 320, and the model's vocabulary has 320"
+        ValueError, match="has the token '<one more>' with the id 321, and the model's vocabulary has 320"
     ):
         load_pretrained(str(folder))
     tokenizer.pad_token = "<one more>"
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="the pad token of .* has the id 320"):
+    with pytest.raises(ValueError, match="the pad token of .* has the id 321"):
         load_pretrained(str(folder))
 
 

@@ -1,9 +1,10 @@
 """What a reward may take and return: columns of the row, several answers in a call, named parts."""
 
+import numpy as np
 import pytest
 
 from exgrpo.train.common.errors import DataError, RewardError
-from exgrpo.train.reward.contract import contract_of
+from exgrpo.train.reward.contract import contract_of, worth
 from exgrpo.train.reward.pool import Grader
 
 REWARDS = """
@@ -199,3 +200,8 @@ def test_an_asynchronous_call_that_fails_or_takes_too_long_costs_only_its_answer
 def test_what_blocks_the_process_is_killed(impatient, mine):
     found = grade(impatient, mine, "together", [*(("block", str(i), {}) for i in range(4)), ("2", "1", {})])
     assert (found.reward, found.timed_out) == ((0.0,) * 4 + (2.0,), 4)
+
+
+def test_what_numpy_compares_is_a_reward():
+    assert [worth(np.isclose(1, other), {}).reward for other in (1, 2)] == [1.0, 0.0]
+    assert worth(np.isclose([1, 2], 1), {}).misuse
