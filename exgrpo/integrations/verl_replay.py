@@ -194,6 +194,8 @@ class ExGRPOTrainer(PPOTrainerSync):
                 raise ConfigError("an agent loop has given several outputs of a session, and replay is of single ones")
             if not tag.get("is_padding"):
                 rows.append((group_of[uid], int(session), key, tag))
+        if not rows:
+            raise ConfigError(f"step {self.global_steps} has no answer: every session of its agent loop has failed")
         groups, _, keys, tags = zip(*sorted(rows, key=lambda row: row[:2]), strict=True)
         whole = tq.kv_batch_get(keys=list(keys[:1]), partition_id=batch.partition_id)[0]
         self._template = {name: whole[name] for name in list(whole.keys())} | {"tag": tags[0]}

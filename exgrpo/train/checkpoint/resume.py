@@ -109,7 +109,8 @@ def finished(config: Config) -> Path | None:
     continued(config, saved)
     if config.steps > saved.steps:
         raise ConfigError(
-            f"resume: {run} is finished after {saved.steps} steps: for more, --resume {run} --steps {config.steps}"
+            f"resume: {run} is finished after {saved.steps} steps: for more, "
+            f"--resume {shlex.quote(str(run))} --steps {config.steps}"
         )
     return run
 

@@ -71,11 +71,11 @@ class Service:
 
     def __init__(self, name: str, config: Config, folder: Path, sent: Mapping[str, int]) -> None:
         module, own = import_module(name), _run_id(folder)
-        self.name, self.sent = name, sent
+        self.name, self.sent, title = name, sent, folder.resolve().name
         self.close = module.finish  # Trackio calls its run's own method again when the program ends
-        arguments: dict[str, Any] = {"name": f"{folder.name}-{own}"}  # by which Trackio finds a run
+        arguments: dict[str, Any] = {"name": f"{title}-{own}"}  # by which Trackio finds a run
         if name == "wandb":  # its console would take a progress bar for a log
-            arguments = {"id": own, "name": folder.name, "dir": str(folder), "settings": {"console": "off"}}
+            arguments = {"id": own, "name": title, "dir": str(folder), "settings": {"console": "off"}}
         settings = config.model_dump(mode="json")
         self.run = module.init(project=config.output.project, config=settings, resume="allow", **arguments)
 

@@ -4,6 +4,7 @@ This module and what it imports at its top stay free of those three; a test keep
 """
 
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -156,8 +157,8 @@ def check_output(config: Config) -> None:
     run = root / (name or "")
     if name and run.exists() and not (config.resume == AUTO and (finished(config) or is_unsaved(run))):
         raise ConfigError(
-            f"output.folder: {run} exists already: choose another output.name, go on with it by --resume {run}, or "
-            "remove it"
+            f"output.folder: {run} exists already: choose another output.name, go on with it by --resume "
+            f"{shlex.quote(str(run))}, or remove it"
         )
     there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
