@@ -63,7 +63,7 @@ def pages_to_run():
             yield pytest.param(page, marks=marks, id=page.stem)
 
 
-@pytest.mark.parametrize("page", pages_to_run())
+@pytest.mark.parametrize("page", list(pages_to_run()))
 def test_the_examples_of_a_page_run(page, tmp_path):
     program = examples(page.read_text())
     if absent := missing(program):

@@ -121,10 +121,10 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     Raises:
         ExgrpoError: something about the input or the machine is wrong; the message names it.
     """
-    check_alike(inputs, world)
     check_dtype(config.policy.dtype, world.device)
     _check_kernels(config.policy.kernel_backend, world)
     check_surrogate(config)  # one of a user's own may import torch, so not earlier
+    check_alike(inputs, world)
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
     choice = choose_engine(training_settings(config, pretrained), world)
