@@ -1,5 +1,7 @@
 """An entry of the leaderboard from outside: the lines that `study bench` leaves, held against the protocol."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ def read_entry(study: Study, path: Path) -> Arm:
     first: dict[str, Any] | None = None
     chosen: dict[str, Mapping[str, Any]] = {}
     counted: dict[str, dict[int, Result]] = {}
+    tried: Counter[str] = Counter()
     for key, result in file.by_key.items():
         where = f"{path}: line {file.lines[key]}"
         seed = _checked(study, result, where).seed
@@ -61,6 +64,10 @@ def read_entry(study: Study, path: Path) -> Arm:
             counted.setdefault(task, {})[seed] = result
         elif plan.search is None or seed not in plan.search.seeds:
             raise ReportError(f"{where}: seed {seed} is none of the protocol's")
+        elif seed == plan.search.seeds[0]:  # a choice is tried with this one first
+            tried[task] += 1
+            if tried[task] > (plan.search.trials or math.inf):
+                raise ReportError(f"{where}: one more than the {plan.search.trials} trials of the protocol on {task}")
     for task, runs in counted.items():
         if absent := [str(seed) for seed in plan.seeds if seed not in runs]:
             raise ReportError(f"{path}: on {task} the runs of seed {', '.join(absent)} are missing")

@@ -89,7 +89,8 @@ WRONG = {
     "line 2: it has not as many numbers": lambda of: {**of, "curves": {**of["curves"], "pass_at_k": [None]}},
     "line 2: processor: String should match": lambda of: {**of, "processor": "<b>|"},
     "line 2 is no result": lambda of: {},
-    "on countdown the runs of seed 2 are missing": lambda of: edited(of, seed=100),
+    "on countdown the runs of seed 2 are missing": lambda of: edited(of, seed=1),
+    "line 8: one more than the 3 trials of the protocol": lambda of: edited(of, seed=100, optimizer__lr=3e-4),
 }
 """What is said of an entry whose second line is changed so."""
 
