@@ -70,8 +70,8 @@ class VocabShard:
         """Elementwise maximum over the ranks; inf where one has NaN, of which no softmax is made either."""
         if not self.group_name:
             return values
-        infinite = {"nan": torch.inf, "posinf": torch.inf, "neginf": -torch.inf}  # a reduction may lose NaN
-        return self._reduce(tuple(value.nan_to_num(**infinite) for value in values), dist.ReduceOp.MAX)
+        infinite = tuple(value.nan_to_num(torch.inf, torch.inf, -torch.inf) for value in values)
+        return self._reduce(infinite, dist.ReduceOp.MAX)  # which may lose NaN
 
     def sum_of(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Elementwise sum over the ranks."""
