@@ -116,9 +116,11 @@ def compiler() -> list[str]:
 
 
 def compiles(flags: list[str]) -> bool:
-    """Whether the compiler takes these flags."""
+    """Whether the compiler takes these flags, and can ask a processor for what they name: clang 17 not for amx-tile."""
+    asked = "".join(f' && __builtin_cpu_supports("{flag[2:]}")' for flag in flags if flag.startswith("-m"))
+    source = f"bool probe() {{ return true{asked}; }}"
     command = [*compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
-    return subprocess.run(command, input=b"void probe() {}", capture_output=True).returncode == 0
+    return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
 
 
 def torch_folder() -> Path | None:

@@ -9,10 +9,9 @@ constexpr int chains = 4;  // of additions
 
 typedef uint16_t Halves __attribute__((vector_size(EXGRPO_VECTOR_BYTES / 2)));
 
-template <class T>
-inline Vector<T> widened(const T* from) {
-  return load(from);
-}
+inline Vector<float> widened(const float* from) { return load(from); }
+
+inline Vector<double> widened(const double* from) { return load(from); }
 
 inline Vector<float> widened(const uint16_t* from) {
   Halves bits;

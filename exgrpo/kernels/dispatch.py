@@ -107,7 +107,13 @@ def _check_available(name: str, source: str, device: torch.device) -> None:
 
 
 def requested_for_tokens(device: torch.device) -> str:
-    """The same for what knows of no head: per-token objectives, advantages, means."""
+    """The same for what knows of no head: per-token objectives, advantages, means.
+
+    A backend that the environment names for heads on another device is not for these: rewards are on a CPU.
+    """
+    of_gpus = ("cuda",) if os.environ.get("TRITON_INTERPRET") else ("cuda", "triton")
+    if os.environ.get(ENVIRONMENT) in (of_gpus if device.type == "cpu" else ("cpu",)):
+        return AUTO
     name = requested(AUTO, device)
     return "torch" if name == REFERENCE else name
 

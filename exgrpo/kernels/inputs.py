@@ -67,8 +67,11 @@ class VocabShard:
         return local.clamp(0, max(0, self.size - 1)), held
 
     def largest_of(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Elementwise maximum over the ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX if self.group_name else None)
+        """Elementwise maximum over the ranks; inf where one has NaN, of which no softmax is made either."""
+        if not self.group_name:
+            return values
+        infinite = tuple(value.nan_to_num(torch.inf, torch.inf, -torch.inf) for value in values)
+        return self._reduce(infinite, dist.ReduceOp.MAX)  # which may lose NaN
 
     def sum_of(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Elementwise sum over the ranks."""

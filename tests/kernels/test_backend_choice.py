@@ -123,6 +123,10 @@ def test_environment_decides_where_the_caller_does_not(monkeypatch):
     monkeypatch.setenv("EXGRPO_BACKEND", "fast")
     with pytest.raises(ValueError, match="EXGRPO_BACKEND=fast: expected auto, torch, triton, cpu, cuda or reference"):
         requested("auto", CPU)
+    for name, elsewhere in (("triton", CPU), ("cuda", CPU), ("cpu", CUDA)):  # rewards are on a CPU, whatever trains
+        monkeypatch.setenv("EXGRPO_BACKEND", name)
+        assert dispatch.requested_for_tokens(elsewhere) == "auto"
+    assert dispatch.requested_for_tokens(CPU) == "cpu"
 
 
 def test_measured_tables_put_the_fastest_first(tmp_path, monkeypatch):

@@ -95,6 +95,33 @@ def test_forced_without_a_compiler_is_an_error(build, tmp_path):
     assert "EXGRPO_CUDA=force: there is no nvcc" in result.stderr
 
 
+CXX = r"""#!/bin/sh
+case "$*" in
+    *" -c - "*) if grep -q amx-tile; then exit 1; fi;;
+    *-DHAVE_AMX*) exit 1;;
+esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit 0
+"""
+"""Takes the flags of amx, and cannot ask a processor for it: as clang 17."""
+
+
+def test_what_the_compiler_cannot_ask_a_processor_for_is_left_out(build, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text(CXX)
+    compiler.chmod(0o755)
+    result = build(CXX=str(compiler))
+    assert result.returncode == 0, result.stderr
+    assert compiled(tmp_path) == ["_C.abi3.so"]
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="there is no clang++")
+@pytest.mark.parametrize("source", ["kept", "rows", "tokens"])
+def test_clang_takes_the_vectors(source):
+    command = ["clang++", "-std=c++17", "-fsyntax-only", "-DEXGRPO_VARIANT=baseline", ROOT / f"csrc/cpu/{source}.cpp"]
+    subprocess.run(command, check=True)
+
+
 NVCC = r"""#!/bin/sh
 for refused in {refused}; do
     case "$*" in *$refused*) echo "nvcc fatal   : Unsupported gpu architecture '$refused'" >&2; exit 1;; esac

@@ -130,6 +130,18 @@ def test_tokens_with_one_word(backend, device):
     assert weight.isfinite().all()
 
 
+def test_what_is_broken_shows(backend, device):
+    """A word's weight in the tokens whose sets have it, be it their target or not."""
+    case = kept_case((3,), torch.float32, device, ignored=False)
+    with torch.no_grad():
+        case.weight[case.target[0], 0] = torch.nan
+        log_prob, entropy = case.log_prob(backend=backend)
+    ids, _ = case.options["kept"]
+    having = (ids == case.target[0]).view(-1, 3).any(1)
+    assert torch.equal(log_prob.isnan(), having)
+    assert torch.equal(entropy.isnan(), having)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_on_every_run(dtype, backend, device):
     case = kept_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(400), bias=True)

@@ -63,6 +63,12 @@ def check_split(rank, sizes, group, backend, options, dtype):
     compare(result, exact)
     compare_gradients(result.loss, exact.loss)
 
+    word = case.target[2, 9].item() - start
+    broken = weight.detach().clone()
+    if 0 <= word < len(broken):
+        broken[word, 0] = torch.nan
+    assert linear_log_prob(hidden, broken, case.target, **where).log_prob[2, 9].isnan()
+
     for more in (where, exact_where) if "kept" in options else ():
         ids, offsets = case.options["kept"]
         more["kept"] = ids[: offsets[16]], offsets[:17]

@@ -94,13 +94,15 @@ def kept_sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end, y = tl.load(bounds + row), tl.load(bounds + row + 1), tl.load(target + row)
     largest = tl.full([BLOCK], float("-inf"), dtype)
-    at_target = tl.full([BLOCK], float("-inf"), dtype)
+    place = tl.full([BLOCK], -1, tl.int64)
     for start in range(begin, end, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         z = tl.load(logits + pair, mask=pair < end, other=float("-inf"))
         is_target = tl.load(words + pair, mask=pair < end, other=-1) == y
         largest = tl.maximum(largest, z, propagate_nan=tl.PropagateNan.ALL)
-        at_target = tl.where(is_target & (y >= 0) & (pair < end), z, at_target)
+        place = tl.where(is_target & (y >= 0) & (pair < end), pair, place)
+    own = tl.max(place)
+    at_target = tl.load(logits + own, mask=own >= 0, other=float("-inf"))  # a largest one would not be NaN
     anchor = tl.load(given + row) if GIVEN else tl.max(largest)
     anchor = tl.where(end > begin, anchor, 0.0).to(dtype)
     tau = tl.load(temperature + row)
@@ -114,7 +116,7 @@ def kept_sums_kernel(
         rest += e
         moment += e * d
     tl.store(anchors + row, anchor)
-    tl.store(gaps + row, tl.where(end > begin, (tl.max(at_target) - anchor) / tau, 0.0))
+    tl.store(gaps + row, tl.where(end > begin, (at_target - anchor) / tau, 0.0))
     tl.store(rests + row, tl.sum(rest))
     tl.store(moments + row, tl.sum(moment))
 
