@@ -18,6 +18,7 @@ servers=("${nodes[@]:2}")
 source .venv/bin/activate
 EXGRPO_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
 export EXGRPO_SERVER_TOKEN
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun would bind each program to one processor
 
 urls=()
 for node in "${servers[@]}"; do

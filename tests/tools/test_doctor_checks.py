@@ -13,7 +13,7 @@ from torch import nn
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.tools.doctor import machine, training
-from exgrpo.tools.doctor.check import CheckFailedError, Given, Skipped, tiny_run
+from exgrpo.tools.doctor.check import CheckFailedError, Given, Skipped, launch, tiny_run
 from exgrpo.tools.doctor.program import all_checks
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
@@ -39,6 +39,17 @@ def test_checks_have_names_of_their_own_a_remedy_and_travel():
         assert check.remedy
         assert not check.remedy.endswith(".")
         assert pickle.loads(pickle.dumps(check.function))
+
+
+def test_processes_see_the_gpus_that_the_doctor_sees(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,GPU-7")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1], os.environ['LOCAL_RANK']).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    launch(2, tmp_path, [str(program), str(tmp_path)], "")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["GPU-5,GPU-7"] * 2
 
 
 def test_a_backend_that_is_not_there_is_skipped(given):

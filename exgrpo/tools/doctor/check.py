@@ -4,6 +4,8 @@ The checks are in the tuples CHECKS of `machine` and `training`. At their tops, 
 torch and of what imports it.
 """
 
+import base64
+import json
 import os
 import socket
 import subprocess
@@ -142,9 +144,13 @@ def launch(ranks: int, folder: Path, program: Sequence[str], remedy: str) -> Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launcher = ["-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--master_port", str(port)]
+    # `deepspeed` would forget CUDA_VISIBLE_DEVICES, and take GPUs of others: this is what it starts on each host.
+    seen: list[str | int] = [*filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))]
+    devices = seen[:ranks] if len(seen) >= ranks else [*range(ranks)]
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    launcher = ["-m", "deepspeed.launcher.launch", f"--world_info={world}", "--master_addr=127.0.0.1"]
     alone = ["-m" if word == "--module" else word for word in program]
-    words = alone if ranks == 1 else [*launcher, "--num_accelerators", str(ranks), "--no_local_rank", *program]
+    words = alone if ranks == 1 else [*launcher, f"--master_port={port}", "--no_local_rank", *program]
     status = subprocess.run([sys.executable, *words], stdout=sys.stderr, check=False).returncode
     if status:
         printed = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from exgrpo.train.common.errors import ConfigError, ExgrpoError
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, shown
 from exgrpo.train.common.threads import Rank, Threads, choose
 
 T = TypeVar("T")
@@ -127,14 +127,18 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
     if on_cpu:
         _skip_unused_cpu_build()
     else:
+        check_devices(max(local_size, local_rank + 1), accelerator.device_count())
         accelerator.set_device(local_rank)
     import deepspeed
 
     timeout = datetime.timedelta(minutes=timeout_minutes)
     try:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"the processes of the run cannot join their group: {error}") from error
+    except (ValueError, OSError, dist.DistError) as error:
+        raise ConfigError(
+            f"the processes of the run cannot join their group: {shown(error, 500)}; where the port is in use, as by "
+            "another run, give the launcher another --master_port"
+        ) from error
     world = World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -196,6 +200,15 @@ def _check_restarts() -> None:
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d or "
             "--standalone, else processes that are started again do not find each other; or start the run by "
             "exgrpo train --restarts N"
+        )
+
+
+def check_devices(processes: int, devices: int) -> None:
+    """Whether so many processes of a host have a GPU each, where each of them sees so many. Raises ConfigError."""
+    if processes > devices:
+        raise ConfigError(
+            f"{processes} processes of the run are to compute on this host, where torch sees {devices} GPUs: start one "
+            "process for each GPU, and let every process see all of them (CUDA_VISIBLE_DEVICES)"
         )
 
 

@@ -24,10 +24,19 @@ from typing import NoReturn
 
 import psutil
 
-from exgrpo.train.common.errors import ExgrpoError, LostProcessError, is_first_rank, print_error, shown
+from exgrpo.train.common.errors import (
+    ConfigError,
+    ExgrpoError,
+    LostProcessError,
+    is_first_rank,
+    print_error,
+    shown,
+)
 
 _COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
 """In the messages of torch's collectives, whose errors have no class of their own."""
+_GPU_MEMORY = re.compile(r"\bCUDA\b.*\bout of memory\b", re.DOTALL | re.IGNORECASE)
+"""In those of torch, of the driver and of NCCL where a GPU has no room left."""
 INTERRUPTED = 130
 """Exit status of a program that a person or the system has stopped."""
 LAUNCHED = "EXGRPO_LAUNCHED"
@@ -66,6 +75,13 @@ def _status(work: Callable[[], None], stopped: str) -> int:
     except ExgrpoError as error:
         return print_error(error)
     except RuntimeError as error:
+        if _GPU_MEMORY.search(str(error)):
+            full = (
+                f"a GPU has no memory left ({shown(error, 500)}): end other programs on it, lower "
+                "optimizer.micro_batch_tokens, rollout.kv_cache_gib or rollout.batch_tokens, or take "
+                "policy.gradient_checkpointing or distributed.offload_optimizer True; a run goes on by --resume auto"
+            )
+            return print_error(ConfigError(full))
         if not _COLLECTIVE.search(str(error)):
             raise
         lost = (

@@ -153,6 +153,8 @@ class WholeEngine:
         kind = next(iter(parameters.values())).device.type
         scaled = config.policy.dtype == "fp16"
         self.scaler = GradScaler(kind, 2.0**SCALE_POWER, growth_interval=SCALE_WINDOW, enabled=scaled)
+        # From here on the scale is where the sums are: from a GPU it would come to the CPU too late, unwaited for.
+        self.scaler.scale(next(iter(self.masters.values())).new_zeros(()))
         self.clip = config.optimizer.grad_clip
         self.skipped_steps = 0
         self._norm = 0.0

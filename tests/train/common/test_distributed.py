@@ -1,14 +1,16 @@
 """Ranks that fail together: what one of them cannot do ends all of them with the same error."""
 
 import pickle
+import socket
 import threading
 
 import pytest
 import torch
 
 from exgrpo.train.common import distributed, errors
-from exgrpo.train.common.distributed import ALONE, World, agree, fail_together, missing_gpu, on_main
+from exgrpo.train.common.distributed import ALONE, World, agree, check_devices, fail_together, missing_gpu, on_main
 from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError
+from exgrpo.train.common.process import _status
 from exgrpo.train.rollout.server.pool import NoServerError
 
 SIZE = 3
@@ -98,6 +100,41 @@ def test_half_of_what_a_launcher_sets_is_named(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(errors.ConfigError, match="RANK is set and LOCAL_RANK is not"):
         distributed.start(timeout_minutes=1)
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launched = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in {**launched, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(errors.ConfigError, match="cannot join their group: .* address already in use.*master_port"):
+            distributed.start(timeout_minutes=0.1)
+
+
+def test_more_processes_than_gpus_are_refused():
+    check_devices(2, 2)
+    with pytest.raises(errors.ConfigError, match="3 processes .* torch sees 2 GPUs: start one process for each GPU"):
+        check_devices(3, 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23 GiB"),
+        RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77\nCuda failure 2 'out of memory'"),
+    ],
+)
+def test_a_gpu_without_memory_is_one_line(monkeypatch, capsys, error):
+    monkeypatch.delenv("RANK", raising=False)
+
+    def work():
+        raise error
+
+    assert _status(work, "") == ConfigError.status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: a GPU has no memory left (")
+    assert "lower optimizer.micro_batch_tokens" in line
 
 
 def test_several_ranks_or_a_driver_without_a_gpu_are_told(monkeypatch, tmp_path):

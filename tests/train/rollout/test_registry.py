@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -16,6 +17,7 @@ from exgrpo.train.policy.tokenizer import load_pretrained
 from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.vllm import availability
+from exgrpo.train.rollout.vllm.process import ENVIRONMENT
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.launch import MAIN, completed, environment
@@ -24,6 +26,7 @@ from tests.train.run.test_run import SMALL
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 NEWEST = "0.33.0"
+CPU_PLATFORM = SimpleNamespace(device_type="cpu")
 
 
 def settings(**rollout):
@@ -97,6 +100,7 @@ def test_servers_that_are_named_are_taken(installed):
         (None, None, None, GPU, "vLLM is not installed: `pip install 'exgrpo.vllm.'`.*0.26 is the one for torch 2.11"),
         ("0.25.9", None, None, CPU, "vLLM 0.25.9 is installed, and it must be one from 0.26 to 0.33"),
         (NEWEST, ImportError("no libnuma"), None, CPU, r"cannot be imported \(no libnuma\)"),
+        (NEWEST, AttributeError("no op _C::rms_norm"), None, GPU, r"cannot be imported \(no op _C::rms_norm\)"),
         (NEWEST, None, "max_tokens exceed", CPU, "max_tokens exceed"),
         (NEWEST, None, None, torch.device("xpu", 0), "vLLM was not tried on xpu"),
     ],
@@ -106,6 +110,21 @@ def test_vllm_that_is_asked_for_and_cannot_be_had_is_an_error(installed, version
     with pytest.raises(ConfigError, match=f"engine: .*{message}"):
         chosen(settings(engine="vllm"), device)
     assert chosen(settings(), device).name == "transformers"
+
+
+def test_vllm_that_breaks_only_where_it_is_used_is_not_taken(monkeypatch):
+    def missing(name):
+        raise OSError(f"libcudart.so.13, which {name} needs, is not there")
+
+    lazy = ModuleType("vllm")
+    lazy.__path__, lazy.__getattr__ = [], missing
+    monkeypatch.setitem(sys.modules, "vllm", lazy)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=CPU_PLATFORM))
+    monkeypatch.setattr(availability, "installed_version", lambda device: NEWEST)
+    for name, value in (ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():  # which the import sets
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"vLLM 0.33.0 cannot be imported \(libcudart.so.13, which LLM needs"):
+        chosen(settings(engine="vllm"))
 
 
 def test_tensor_parallelism_must_divide_and_needs_vllm(installed):

@@ -100,6 +100,9 @@ class WeightChannel:
         url: the server.
         workers: number of its worker processes.
         device: where the weights are.
+
+    Raises:
+        ImportError: the backend is NCCL, and there is no vLLM here that can join such a group.
     """
 
     def __init__(self, backend: str, url: str, workers: int, device: torch.device) -> None:
@@ -114,6 +117,9 @@ class WeightChannel:
             )
             self.port = self._store.port
         else:
+            from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
+
+            self._join: Callable[..., Any] = stateless_init_process_group
             self.port = _free_port(self.address)
 
     @property
@@ -135,10 +141,8 @@ class WeightChannel:
         if self._store is not None:
             self._group = GlooGroup(self._store, self.address, 0, self._size)
         else:
-            from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-
             torch.cuda.set_device(self._device)  # threads begin with device 0
-            self._group = stateless_init_process_group(self.address, self.port, 0, self._size, self._device)
+            self._group = self._join(self.address, self.port, 0, self._size, self._device)
 
     def send(self, bucket: torch.Tensor, *, cancelled: Callable[[], bool]) -> None:
         """Broadcast a bucket; the workers have to be told at the same time.

@@ -17,6 +17,7 @@ from exgrpo.train.rollout.server.channel import WeightChannel, pack
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
 from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
+from exgrpo.train.rollout.vllm.availability import INSTALL, SERVERS
 
 logger = logging.getLogger(__name__)
 Layout = dict[str, list[Any]]
@@ -86,6 +87,11 @@ class WeightSender:
         facts = check_server(client, self._settings, self._device)
         try:
             receiver.channel = self._open_channel(client, facts)
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.servers: weights go to {client.url} over NCCL, and for this the trainer needs vLLM "
+                f"{SERVERS}, too ({shown(error)}): {INSTALL['cuda']}"
+            ) from None
         except (ServerError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"rollout.servers: {client.url} and the trainer cannot open a channel over {facts.backend} for weights "

@@ -59,8 +59,8 @@ def obstacle(settings: EngineSettings, world: World) -> str | None:
         return "rollout.top_p and min_p need rollout.top_k, among whose tokens vLLM tells those that are left: set it"
     try:
         import_vllm(device)
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"vLLM {version} cannot be imported ({error}): {install}"
+    except Exception as error:  # of whatever kind: a build for another torch fails in ways of its own
+        return f"vLLM {version} cannot be imported ({shown(error)}): {install}"
     return refusal(settings.source, device)
 
 

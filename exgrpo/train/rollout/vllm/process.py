@@ -41,8 +41,11 @@ def import_vllm(device: torch.device) -> Any:
     with Guest(device):
         import vllm
         from vllm.platforms import current_platform
-    if current_platform.device_type != device.type:
-        raise ImportError(f"this build of vLLM is not one for {device.type}")
+
+        if current_platform.device_type != device.type:
+            raise ImportError(f"this build of vLLM is not one for {device.type}")
+        # The module imports nearly everything only as it is asked for.
+        from vllm import LLM, EngineArgs  # noqa: F401
     return vllm
 
 

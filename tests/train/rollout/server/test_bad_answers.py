@@ -3,14 +3,17 @@
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout.server import client, pool
-from exgrpo.train.rollout.server.check import FRESH
+from exgrpo.train.rollout.server import sender as sender_module
+from exgrpo.train.rollout.server.check import FRESH, PACKED_NCCL
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
@@ -149,6 +152,17 @@ def test_a_push_gives_a_server_up_whose_engine_hangs_before_ranks_give_each_othe
     assert ["no answer" in problem for problem in problems] == [True, True]
     assert [path for path, _ in waited] == ["pause?mode=wait", "collective_rpc", "resume"]
     assert sum(seconds for _, seconds in waited) < 60 * configured().distributed.timeout_minutes
+
+
+def test_weights_over_nccl_need_vllm_here_too_which_is_told_before_a_server_waits(fakes, settings, monkeypatch):
+    fake, facts = fakes(), SimpleNamespace(backend=PACKED_NCCL, workers=1, label=FRESH)
+    fake.answers["shutdown_weight_transfer_engine"] = {}
+    monkeypatch.setattr(sender_module, "check_server", lambda *_: facts)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
+    sender = WeightSender([ServerClient(fake.url)], settings, CPU, 1)
+    with pytest.raises(ConfigError, match=r"the trainer needs vLLM 0\.32 to 0\.33, too \(.*pip install"):
+        sender.open()
+    assert not fake.requests("init_weight_transfer_engine")
 
 
 def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(hung, monkeypatch):
