@@ -61,7 +61,7 @@ def follow(name, folder, environment, installed):
     done = subprocess.run(
         ["bash", "-c", program_of(page, installed)],
         cwd=folder,
-        env={**environment, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        env={**environment, "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=1700,

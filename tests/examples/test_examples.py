@@ -31,11 +31,11 @@ def test_an_example_says_how_it_is_started(name):
 
 
 def printed(folder, *command, **also):
-    """What a program prints, started in an empty folder with one thread."""
+    """What a program prints, started in an empty folder."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1", **also},
+        env={**environment(), **also},
         capture_output=True,
         text=True,
         timeout=500,
