@@ -142,6 +142,8 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
     printed = StringIO()
     monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
     monkeypatch.setattr(launch, "_start", lambda *_: pytest.fail("started"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("exgrpo.tools.doctor.machine.free_memory", lambda: 16 * GIB)
     given = ["--questions=12", "--steps=7", f"--output.folder={tmp_path}"]
     assert launch.main(["--dry-run", "--processes=2", *given]) == 0
     text = printed.getvalue()
