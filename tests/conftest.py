@@ -8,6 +8,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 # Servers of the tests are on this machine, whatever proxies there are; the name in small letters is read first.
 os.environ["no_proxy"] = f"localhost,127.0.0.1,{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')}"
+os.environ.pop("FORCE_COLOR", None)  # rich would take every file for a terminal
 os.environ.setdefault("EXGRPO_SERVER_TOKEN", "of-the-tests-alone")  # no rollout server makes one in the user's home
 
 import pytest

@@ -86,7 +86,7 @@ def test_no_program_takes_an_option_that_it_does_not_know(name, tmp_path):
 
 
 def test_studies_outside_a_checkout_are_refused_in_one_line(tmp_path):
-    command = [sys.executable, "-c", "from exgrpo.commands import main; main()", "study", "trial.yaml"]
+    command = [sys.executable, "-E", "-c", "from exgrpo.commands import main; main()", "study", "trial.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: studies need a checkout of the project")
