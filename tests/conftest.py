@@ -5,7 +5,10 @@ from pathlib import Path
 
 # Before torch is imported; programs that tests start have it, too. Several files are tested at a time, and a run's bits
 # depend on its number of threads, which would depend on what else the machine does.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
+# Servers of the tests are on this machine, whatever proxies there are; the name in small letters is read first.
+os.environ["no_proxy"] = f"localhost,127.0.0.1,{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')}"
+os.environ.pop("FORCE_COLOR", None)  # rich would take every file for a terminal
 os.environ.setdefault("EXGRPO_SERVER_TOKEN", "of-the-tests-alone")  # no rollout server makes one in the user's home
 
 import pytest

@@ -86,7 +86,7 @@ def test_no_program_takes_an_option_that_it_does_not_know(name, tmp_path):
 
 
 def test_studies_outside_a_checkout_are_refused_in_one_line(tmp_path):
-    command = [sys.executable, "-c", "from exgrpo.commands import main; main()", "study", "trial.yaml"]
+    command = [sys.executable, "-E", "-c", "from exgrpo.commands import main; main()", "study", "trial.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: studies need a checkout of the project")
@@ -142,6 +142,8 @@ def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_n
     printed = StringIO()
     monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
     monkeypatch.setattr(launch, "_start", lambda *_: pytest.fail("started"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("exgrpo.tools.doctor.machine.free_memory", lambda: 16 * GIB)
     given = ["--questions=12", "--steps=7", f"--output.folder={tmp_path}"]
     assert launch.main(["--dry-run", "--processes=2", *given]) == 0
     text = printed.getvalue()

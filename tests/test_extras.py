@@ -30,7 +30,7 @@ runpy.run_path(program, run_name="__main__") if program.endswith(".py") else run
 def with_torch_alone(*arguments, hidden=HIDDEN, **environment):
     """Runs a module or a file as a program that does not find what is hidden: all but torch and what torch needs."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
     command = [sys.executable, "-W", "ignore", "-c", ALONE, hidden, *map(str, arguments)]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.launch import environment
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git*", ".venv", "build", "runs", "shared", "*.so", "__pycache__", "build.json")
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,13 +57,13 @@ def form(text):
     return re.sub(r"\s+", " ", re.sub(r"[+-]?\d+(\.\d+)?(e-?\d+)?", "#", text)).strip()
 
 
-def follow(name, folder, environment, installed):
+def follow(name, folder, variables, installed):
     """Does what a page says, in a folder, and holds what it prints against the page."""
     page = (ROOT / "docs" / "how_to" / f"{name}.md").read_text()
     done = subprocess.run(
         ["bash", "-c", program_of(page, installed)],
         cwd=folder,
-        env={**environment, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        env={**variables, "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=1700,
@@ -80,9 +82,8 @@ def follow(name, folder, environment, installed):
 def test_a_page_runs_where_all_is_installed(name, tmp_path):
     if absent := [package for package in NEEDS[name] if find_spec(package) is None]:
         pytest.skip(f"not installed: {', '.join(absent)}")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    follow(name, tmp_path, {**os.environ, "PYTHONPATH": path, "PATH": programs}, installed=True)
+    follow(name, tmp_path, {**environment(), "PATH": programs}, installed=True)
 
 
 @pytest.mark.long

@@ -31,11 +31,11 @@ def test_an_example_says_how_it_is_started(name):
 
 
 def printed(folder, *command, **also):
-    """What a program prints, started in an empty folder with one thread."""
+    """What a program prints, started in an empty folder."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1", **also},
+        env={**environment(), **also},
         capture_output=True,
         text=True,
         timeout=500,
@@ -103,6 +103,19 @@ def test_a_run_takes_the_own_method(tmp_path):
     times = [step["replayed_times_max"] for step in steps if step["replayed"]]
     assert len(times) >= 5
     assert max(times) == 2  # eight questions: without `worn_out` the same answers are replayed in most steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_head_memory_shows_time_and_memory_saved(tmp_path, dtype):
+    # More logits of answers than one chunk holds: the fused loss has one chunk of them in float32 at a time and, on a
+    # processor that does not multiply 16-bit numbers into float32, a 16-bit copy of its gradients. Both together are
+    # less than all of them. A narrow head: on such a processor the products of all logits are slow.
+    sizes = ["--tokens", "1024", "--hidden", "8", "--vocabulary", "48000", "--dtype", dtype, "--device", "cpu"]
+    told = printed(tmp_path, EXAMPLES / "head_memory.py", *sizes)
+    full, fused = (int(re.search(rf"{name} +[\d,]+ ms +([\d,]+) MiB", told)[1]) for name in ("full logits", "fused"))
+    assert full > 1024 * 48000 * 4 / 2**20 > fused  # one matrix of logits in float32
+    assert float(re.search(r"at most (\S+)\. ", told)[1]) < (1e-4 if dtype == "float32" else 0.1)
 
 
 @contextmanager

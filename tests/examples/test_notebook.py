@@ -25,7 +25,6 @@ def test_the_notebook_is_stored_without_outputs():
 @pytest.mark.long
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     folder = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3", resources=folder).execute()

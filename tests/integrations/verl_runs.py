@@ -68,7 +68,6 @@ def of_verl(**changes: Any) -> Options:
 
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # the engines that are registered for it
     "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl_cpu",

@@ -1,7 +1,10 @@
 """Cases, the oracle's answers, and the yardstick: the error that plain torch makes in the same dtype."""
 
 import os
+import shutil
+import sysconfig
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,12 @@ from exgrpo.kernels import reference
 
 INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
 """Whether Triton's kernels are interpreted here, which takes a thousand times as long as on a GPU."""
+
+
+needs_inductor = pytest.mark.skipif(
+    not (shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()),
+    reason="torch's inductor needs g++ and the headers of Python",
+)
 
 
 def fewer_interpreted(number: int) -> int:

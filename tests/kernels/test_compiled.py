@@ -17,7 +17,7 @@ from exgrpo.kernels import (
     shape_ratio,
 )
 
-from .support import make_case, make_tokens
+from .support import make_case, make_tokens, needs_inductor
 
 HEAD = {"temperature": (0.7, 1.3, 2.0, 1.1), "softcap": (5.0, 20.0, 9.0, 30.0)}
 TERMS = {
@@ -110,6 +110,7 @@ def test_sizes_that_change(name, device):
             assert_as_eager(compiled, run, inputs(rows, length, device), **numbers_of(name, call))
 
 
+@needs_inductor
 def test_a_number_is_no_constant_of_compiled_code(device):
     """Also where the compiler writes code of its own around the operators."""
     run, arguments = call_of("linear_policy_loss"), inputs(4, 6, device)
@@ -126,6 +127,7 @@ WRONG = {
 }
 
 
+@needs_inductor
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is on a GPU is not waited for: it ends the process")
 @pytest.mark.parametrize("argument", WRONG)
 def test_a_wrong_value_raises(argument):

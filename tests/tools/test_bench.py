@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from benchmarks.gpu_day.needs import GPU_PEERS
 from exgrpo.tools.bench import affordable, case_of, main, measure, parse
 from exgrpo.tools.heads import POLICY_LOSS, Case, Floor, FullLogits
 from exgrpo.tools.peers import PEERS
-from tests.test_extras import HIDDEN, with_torch_alone
+from tests.test_extras import HIDDEN, ROOT, with_torch_alone
 
 TINY = ("--tokens", "16", "--hidden", "8", "--vocabulary", "60", "--dtype", "fp32")
 ALL_PEERS = "cut_cross_entropy liger_kernel quack verl"
@@ -93,6 +92,6 @@ def test_options_that_cannot_be_are_one_line(words, message, capsys):
 
 
 def test_the_versions_of_peers_are_those_that_are_compared_elsewhere():
-    (pinned,) = re.findall(r"^PEERS := (.+)$", Path("Makefile").read_text(), re.MULTILINE)
+    (pinned,) = re.findall(r"^PEERS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = {peer.requirement for peer in PEERS if peer.requirement}
     assert named <= {*pinned.split(), *GPU_PEERS}

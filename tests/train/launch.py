@@ -133,6 +133,6 @@ def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subpro
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=540,
         check=False,
     )

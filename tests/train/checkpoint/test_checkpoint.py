@@ -30,11 +30,12 @@ def test_old_checkpoints_are_rotated_with_what_only_they_needed_and_files_have_s
     needed = {name for found in find(tmp_path) for name in found.manifest.experience}
     assert {path.stem for path in (tmp_path / "experience").iterdir()} == needed
     for found in find(tmp_path):
-        listed = {str(found.folder / name): file.sha256 for name, file in found.manifest.files.items()}
-        printed = subprocess.run(["sha256sum", *listed], capture_output=True, text=True, check=True).stdout
+        listed = {name: file.sha256 for name, file in found.manifest.files.items()}
+        command = ["sha256sum", *listed]
+        printed = subprocess.run(command, cwd=found.folder, capture_output=True, text=True, check=True).stdout
         assert {line[66:]: line[:64] for line in printed.splitlines()} == listed
-        names = {str(path) for path in found.folder.rglob("*") if path.is_file()}
-        assert names - set(listed) == {str(found.folder / "manifest.json")}
+        names = {str(path.relative_to(found.folder)) for path in found.folder.rglob("*") if path.is_file()}
+        assert names - set(listed) == {"manifest.json"}
     with pytest.raises(CheckpointError, match="other training questions"):
         load(tmp_path, fingerprint="other")
 

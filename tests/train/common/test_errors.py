@@ -115,9 +115,9 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path = tmp_path / "mine.jsonl"
     path.write_text("{}")
     monkeypatch.setattr(Path, "open", fail_with(PermissionError(13, "Permission denied")))
-    with pytest.raises(DataError, match=rf"^{path} cannot be read: Permission denied$"):
+    with pytest.raises(DataError, match=r"/mine.jsonl cannot be read: Permission denied$"):
         load_questions(str(path), None, PromptFormat(chat=False, max_prompt_tokens=1))
-    with pytest.raises(ConfigError, match=rf"^{path} cannot be read: Permission denied$"):
+    with pytest.raises(ConfigError, match=r"/mine.jsonl cannot be read: Permission denied$"):
         read_recipe(path)
 
 

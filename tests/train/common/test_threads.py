@@ -124,7 +124,6 @@ def test_what_a_run_has_started_is_no_load_of_others():
     finally:
         process.kill()
         process.wait()
-    assert theirs > 0.8  # some program, this one or another, keeps it busy all the time
     assert theirs - ours > 0.8 * used - 0.05  # the system counts in hundredths of a second
 
 

@@ -93,7 +93,7 @@ def with_number(value, dtype=torch.float32):
 def test_weights_that_are_not_whole_are_named(tmp_path, write, change, message, capfd):
     folder = rewritten(tmp_path, change, write)
     capfd.readouterr()
-    with pytest.raises(ValueError, match=f"^policy.path: {folder} cannot be used: .*{message}"):
+    with pytest.raises(ValueError, match=f"^policy.path: .* cannot be used: .*{message}"):
         check_weights(find_model(str(folder)))
     assert capfd.readouterr() == ("", "")  # the error is all that is said
 

@@ -6,7 +6,6 @@ another order of summation.
 
 import copy
 import dataclasses
-import shutil
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
 from tests.integrations import tiny
+from tests.kernels.support import needs_inductor
 from tests.train import tiny as of_trainer
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
@@ -180,15 +180,13 @@ def gradients_by_pass(policy):
     [
         ("aot_eager", {"checkpointing": True}),
         pytest.param("aot_eager", {"lora": {"rank": 4}}, marks=pytest.mark.long),
-        pytest.param("inductor", {}, marks=pytest.mark.long),
+        pytest.param("inductor", {}, marks=[needs_inductor, pytest.mark.long]),
     ],
 )
 def test_compiled_layers_have_the_gradients_of_plain_ones_and_are_compiled_at_the_start_alone(
     backend, options, tmp_path, monkeypatch
 ):
     """In float64 plain layers are exact but for their norms, which transformers computes in float32."""
-    if backend == "inductor" and not shutil.which("g++"):
-        pytest.skip("there is no C++ compiler for torch's inductor")
     folder = tmp_path / "model"
     of_trainer.save_model(folder, tied=True)
     plain, exact = (policy_of(folder, **options) for _ in range(2))

@@ -47,7 +47,7 @@ def judge(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
     thread = Thread(target=server.serve_forever)
     thread.start()
-    address = {"JUDGE_URL": f"http://127.0.0.1:{server.server_port}/v1", "JUDGE_API_KEY": "mine", "NO_PROXY": "*"}
+    address = {"JUDGE_URL": f"http://127.0.0.1:{server.server_port}/v1", "JUDGE_API_KEY": "mine"}
     # The processes that grade may have begun with another environment.
     (tmp_path / "judge.py").write_text(f"import os\nos.environ.update({address})\n{JUDGE.read_text()}")
     yield f"{tmp_path}/judge.py:score"

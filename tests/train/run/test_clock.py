@@ -23,7 +23,8 @@ def jumping(tmp_path, monkeypatch):
     source = Path(__file__).with_name("clock_jumps.c")
     subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", f"-o{library}", str(source), "-ldl"], check=True)
     with monkeypatch.context() as patched:
-        patched.setenv("LD_PRELOAD", str(library))
+        patched.setenv("LD_PRELOAD", library.name)  # a blank in a path would end it here
+        patched.setenv("LD_LIBRARY_PATH", str(tmp_path), prepend=":")
         yield
 
 

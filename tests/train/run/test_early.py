@@ -135,7 +135,6 @@ def test_another_rank_leaves_the_folder_to_the_first(monkeypatch, tmp_path):
 def no_offline(monkeypatch):
     """An environment that says nothing about the hub, and that is as before afterwards."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["refuses", "hangs"])

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ PATIENCE = 20.0
 
 def runs(process: int) -> bool:
     """Whether a process runs: it is there, and not only to be asked for its exit status."""
-    stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    with suppress(FileNotFoundError, ProcessLookupError):  # it may end at any moment
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def gone(process: int) -> bool:
@@ -101,13 +103,15 @@ import os, signal, time
 from exgrpo.train.common import process
 process.GRACE = 0.3
 process.stop_on_signals()
+reads, writes = os.pipe()
 child = os.fork()
 if not child:
     try:
+        os.write(writes, b".")
         time.sleep(60)
     except KeyboardInterrupt:
         os._exit(7)
-time.sleep(0.1)
+os.read(reads, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 time.sleep(0.5)

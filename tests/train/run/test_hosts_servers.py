@@ -33,7 +33,6 @@ UNREACHED = 120
 def token():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN, "known-to-servers-and-trainer")
-        patch.setenv("OMP_NUM_THREADS", "1")  # sums of servers with one processor and with two are then the same
         yield
 
 

@@ -14,7 +14,7 @@ def hub(monkeypatch):
     with running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)  # the name that was HF_TOKEN's before
         monkeypatch.setenv("HF_TOKEN", hub.token)
         # What huggingface_hub has read of the environment already.
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
