@@ -158,7 +158,7 @@ def test_weights_over_nccl_need_vllm_here_too_which_is_told_before_a_server_wait
     fake, facts = fakes(), SimpleNamespace(backend=PACKED_NCCL, workers=1, label=FRESH)
     fake.answers["shutdown_weight_transfer_engine"] = {}
     monkeypatch.setattr(sender_module, "check_server", lambda *_: facts)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", None)  # vLLM is not installed
     sender = WeightSender([ServerClient(fake.url)], settings, CPU, 1)
     with pytest.raises(ConfigError, match=r"the trainer needs vLLM 0\.32 to 0\.33, too \(.*pip install"):
         sender.open()
