@@ -14,7 +14,7 @@ from studies.findings import Findings
 
 WIDTH, HEIGHT, LEGEND = 3.6, 2.4, 0.45
 """Inches of a plot, and of the line with the names of the arms."""
-LOOKS = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+LOOKS = ("o-", "s--", "^:", "D-.")
 """Marker and line of the arms: the next ones when the colours begin again."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -60,17 +60,8 @@ def _draw(plot: Axes, findings: Findings, task: str, name: str) -> None:
     runs = [[dict(run.curves) for run in arm.runs[task]] for arm in findings.arms]
     lines = [mean_curve(of_arm, "generated_tokens", name) for of_arm in runs]
     for number, (arm, line) in enumerate(zip(findings.arms, lines, strict=True)):
-        marker, dashes = LOOKS[number // len(COLOURS) % len(LOOKS)]
-        plot.plot(
-            line.x,
-            line.y,
-            label=arm.name,
-            color=_colour(number),
-            marker=marker,
-            linestyle=dashes,
-            markersize=3,
-            linewidth=1.6,
-        )
+        look = LOOKS[number // len(COLOURS) % len(LOOKS)]
+        plot.plot(line.x, line.y, look, label=arm.name, color=_colour(number), markersize=3, linewidth=1.6)
     # An interval over few seeds can be many times wider than what there is to see: it does not set the scale.
     plot.autoscale_view()
     plot.set_autoscale_on(False)

@@ -24,14 +24,7 @@ from typing import NoReturn
 
 import psutil
 
-from exgrpo.train.common.errors import (
-    ConfigError,
-    ExgrpoError,
-    LostProcessError,
-    is_first_rank,
-    print_error,
-    shown,
-)
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, is_first_rank, print_error, shown
 
 _COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
 """In the messages of torch's collectives, whose errors have no class of their own."""
