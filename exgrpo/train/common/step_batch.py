@@ -67,8 +67,12 @@ class _OfToken:
 
 def _dtypes(columns: type) -> dict[str, Any]:
     """The dtype of each column, as its annotation says; sets have none, and are named themselves."""
-    kinds = get_type_hints(columns).items()
-    return {name: kind if kind is KeptSets else get_args(get_args(kind)[1])[0] for name, kind in kinds}
+
+    def dtype(kind: Any) -> Any:
+        last = get_args(kind)[-1]  # np.dtype[X] of NDArray[X]; X itself from numpy 2.5 on
+        return next(iter(get_args(last)), last)
+
+    return {name: kind if kind is KeptSets else dtype(kind) for name, kind in get_type_hints(columns).items()}
 
 
 OF_GROUP, OF_ROW, OF_TOKEN = map(_dtypes, (_OfGroup, _OfRow, _OfToken))
