@@ -94,14 +94,14 @@ class Rows(Sequence[Row]):
     """Rows that are made when they are read, so that they are not measured."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self._count = count
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(self.count))]
+            return [self[i] for i in range(*place.indices(self._count))]
         return Row(f"What is {place} + {place}? Answer step by step.", str(2 * place), None, "synthetic")
 
 

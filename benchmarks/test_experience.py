@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,7 +159,7 @@ def report(races, benchmark) -> None:
 
 
 ALL = {"admit": "all", "expire": ()}
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "gaussian, mixed": {},
     "random, appended": {**ALL, "prioritise": "random", "compose": "appended", "replayed": 2},
     "advantage, beside": {**ALL, "prioritise": "advantage", "compose": "beside", "advantage": "stored"},

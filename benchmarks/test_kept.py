@@ -1,5 +1,6 @@
 """The policy loss over kept sets, forward and backward, beside the whole vocabulary and beside a dense mask."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -75,8 +76,12 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     for mine, theirs in zip(ours(kept), plain(), strict=True):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1  # theirs are of logits that were rounded
         assert (mine - theirs).float().norm() < tolerance * theirs.float().norm()
-    facts = {"pairs": len(kept[0]), "alone": (kept[1].diff() == 1).float().mean().item()}
-    calls = {ROWS[0]: partial(ours, kept), ROWS[1]: partial(ours, None), ROWS[2]: plain}
+    facts: dict[str, object] = {"pairs": len(kept[0]), "alone": (kept[1].diff() == 1).float().mean().item()}
+    calls: dict[str, Callable[[], object]] = {
+        ROWS[0]: partial(ours, kept),
+        ROWS[1]: partial(ours, None),
+        ROWS[2]: plain,
+    }
     return race(calls, device, seconds, dict.fromkeys(ROWS, facts))
 
 

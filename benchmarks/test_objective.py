@@ -1,5 +1,6 @@
 """What surrounds the head: the objective from log-probs, group advantages, the entropy of replay candidates."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -91,7 +92,7 @@ def of_entropies(device: torch.device) -> Results:
     return race({OURS: ours, "padded, full logits": padded}, device, BUDGET, {})
 
 
-GROUPS_OF_ROWS = {
+GROUPS_OF_ROWS: dict[str, tuple[Callable[[torch.device], Results], tuple[str, ...]]] = {
     **{
         f"objective, {tokens} tokens": (partial(of_objective, tokens), (OURS, "plain torch", "plain torch, compiled"))
         for tokens in TOKENS

@@ -25,7 +25,7 @@ PHASES = ("select", "generate", "grade", "score", "update", "push")
 
 def resized(config: Config, sizes: Facts) -> Config:
     """The configuration with the sizes that a turn asks for."""
-    of_rollout = {name: sizes[name] for name in ("samples", "max_tokens") if name in sizes}
+    of_rollout: Facts = {name: sizes[name] for name in ("samples", "max_tokens") if name in sizes}
     changes = {"rollout": config.rollout.model_copy(update=of_rollout)}
     return config.model_copy(update={**changes, "questions": sizes.get("questions", config.questions)})
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         while (sizes := turns.wait()) is not None:
             step += 1
             if str(sizes) not in trainers:
-                trainers[str(sizes)] = Trainer(resized(config, sizes), run.train_set, run.policy, run.answerer)
+                trainers[str(sizes)] = Trainer(resized(config, sizes), inputs.train_set, run.policy, run.answerer)
             turns.answer(facts_of(trainers[str(sizes)].step(step), run.utilisation))
     return 0
 

@@ -86,7 +86,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        self._log = log
+        self._words, self._log = " ".join(command), log
         reader, writer = os.pipe()
         self._answers = os.fdopen(reader, encoding="utf-8")
         with log.open("w") as file:
@@ -128,8 +128,7 @@ class Program:
             status = self._process.wait()
             killed = " (killed: is there memory for all programs at once?)" if status == -signal.SIGKILL else ""
             said = "\n".join(self._log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-            words = " ".join(map(str, self._process.args))
-            raise ProgramError(f"{words} has ended with exit status {status}{killed}:\n{said}")
+            raise ProgramError(f"{self._words} has ended with exit status {status}{killed}:\n{said}")
         return json.loads(line)
 
     def close(self, patience: float = PATIENCE) -> None:

@@ -73,7 +73,7 @@ def contents(wheels: Iterable[Path]) -> dict[str, Distribution]:
     for wheel in wheels:
         with ZipFile(wheel) as files:
             (folder,) = {name.split("/")[0] for name in files.namelist() if name.endswith(".dist-info/METADATA")}
-        found[canonicalize_name(wheel.name.split("-")[0])] = PathDistribution(InZip(wheel, f"{folder}/"))  # type: ignore[arg-type]
+        found[canonicalize_name(wheel.name.split("-")[0])] = PathDistribution(InZip(wheel, f"{folder}/"))
     return found
 
 

@@ -81,15 +81,18 @@ def paths_of(gpu: Gpu) -> list[str]:
 def way_of(gpu: Gpu, path: str, size: Size) -> Way:
     """A path as the launch table plans it."""
     entry = setting(gpu.architecture, "bfloat16", shape_class(size.width))
-    plan = plan_from({**entry, "logits": LIBRARY if path == LIBRARY else FUSED}, size.vocabulary, gpu.memory << 30)
+    plan = plan_from(
+        {**entry, "logits": LIBRARY if path == LIBRARY else FUSED}, size.vocabulary, int(gpu.memory * 2**30)
+    )
     # As the passes say it: exponentials are what the products would round, logits come beside it.
     row = row_cost(OPERAND, size.width, size.vocabulary) + chunking.ROW_BYTES
     row += F32 * aligned_columns(size.vocabulary) if path == LIBRARY else partials_of(path, plan, size.vocabulary)
     alone = row if path == LIBRARY else row - OPERAND.itemsize * size.vocabulary
-    costs = (chunking.Cost(0, each, ()) for each in (row, alone))
-    return Way(
-        gpu, path, plan, *(rows_of(plan, None, size.tokens, size.width, cost, gpu.multiprocessors) for cost in costs)
+    rows, forward_rows = (
+        rows_of(plan, None, size.tokens, size.width, chunking.Cost(0, each, ()), gpu.multiprocessors)
+        for each in (row, alone)
     )
+    return Way(gpu, path, plan, rows, forward_rows)
 
 
 def predict(way: Way, operation: str, size: Size, *, rested: bool = True) -> Prediction:

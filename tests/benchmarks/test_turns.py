@@ -16,7 +16,7 @@ from benchmarks.plots import draw
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
 from benchmarks.turns import Program, ProgramError, Turn, take_turns
-from benchmarks.workloads import ON_GPU
+from benchmarks.workloads import ON_GPU, TINY
 
 FAKE = """
 import json, os, sys, time
@@ -106,6 +106,16 @@ def test_rows_of_a_training_step_are_compared_with_trl_round_by_round(tmp_path):
     assert {"time / TRL", "peak MiB", "in children", "peak / TRL"} <= set(grid.header)
     assert "0.75 (0.75 to 0.75)" in next(line for line in grid.lines if line[0] == ON_POLICY)
     assert draw(reported, tmp_path / "plots.svg")
+
+
+def test_a_step_with_replay_is_measured_by_phase(tmp_path):
+    row = test_training_step.measure(TINY, [EXGRPO], tmp_path, rounds=1)[EXGRPO]
+    facts, (seconds,) = row.facts, row.seconds
+    assert {"generate", "score", "update"} < facts["phases"].keys()
+    assert 0 < sum(facts["phases"].values()) < seconds
+    answers, length = TINY.groups * TINY.samples, TINY.max_tokens  # the answers never end
+    assert facts["replayed"] and facts["generated_tokens"] == (answers - facts["replayed"]) * length
+    assert 0 < facts["mfu"]["update"] < 1
 
 
 def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
