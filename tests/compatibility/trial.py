@@ -60,8 +60,7 @@ def environment(target: Target, folder: Path) -> Path:
             raise NotReached(f"no python{wanted} on PATH")
         installed = sorted({str(requirement) for requirement in requirements(project(), LEFT_OUT)})
         run([interpreter, "-m", "venv", str(folder)])
-        constraints = ["--constraint", str(ROOT / "constraints.txt")]
-        run([str(python), "-m", "pip", "install", "--no-cache-dir", *constraints, *installed])
+        run([str(python), "-m", "pip", "install", "--no-cache-dir", *installed])  # the newest, as users have them
         return python
     if package.name == "python" or is_installed(package.installed, wanted):
         return Path(sys.executable)
