@@ -1,5 +1,6 @@
 """A pool of processes that grades answers under a hard time limit."""
 
+import math
 import multiprocessing
 import pickle
 import time
@@ -229,13 +230,16 @@ class Grader:
             context=context,
         )
         report: tuple[dict[str, Contract], bool] | Exception
+        died = f"a grading process died while it loaded reward {', '.join(map(repr, self._rewards.values()))}"
         try:
-            report = pool.schedule(start_report).result(timeout=START_SECONDS)
+            future = pool.schedule(start_report)
+            _wait(pool, future, START_SECONDS)
+            report = future.result(timeout=0)
         except FutureTimeoutError:
-            report = GraderError(f"the grading processes did not start within {START_SECONDS:.0f} s")
-        except (BrokenProcessPool, ProcessExpired) as error:
-            names = ", ".join(map(repr, self._rewards.values()))
-            report = GraderError(f"a grading process died while it loaded reward {names}: {error}")
+            late = f"the grading processes did not start within {START_SECONDS:.0f} s"
+            report = GraderError(late if pool.active else died)
+        except (RuntimeError, ProcessExpired) as error:  # RuntimeError: the pool broke, before or after the call
+            report = GraderError(f"{died}: {error}")
         if isinstance(report, Exception):
             pool.stop()
             pool.join()
@@ -339,6 +343,13 @@ class Grading:
         )
 
 
+def _wait(pool: ProcessPool, future: Future, seconds: float = math.inf) -> None:
+    """Until the future is done, or its pool broken, which may leave it undone, or the seconds are over."""
+    end = time.monotonic() + seconds
+    while not future.done() and pool.active and time.monotonic() < end:
+        wait([future], timeout=1.0)
+
+
 @dataclass(frozen=True)
 class _Scheduled:
     """A call with `size` answers that a pool grades in the background; one that is broken does not."""
@@ -351,8 +362,7 @@ class _Scheduled:
         """[size] waits for them; None when the pool broke before they were graded."""
         if self.future is None:
             return None
-        while not self.future.done() and self.pool.active:  # a pool that breaks may leave futures undone
-            wait([self.future], timeout=1.0)
+        _wait(self.pool, self.future)
         try:
             return self.future.result(timeout=0)
         except FutureTimeoutError:

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from pebble.pool import process as of_pebble
 
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.reward import grading
@@ -156,6 +157,20 @@ def test_a_user_reward_may_have_a_form(mine, monkeypatch):
 
 def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_construction(tmp_path):
     (tmp_path / "dies.py").write_text("import os; os._exit(1)")
+    with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
+        Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
+
+
+def test_a_process_that_dies_before_its_pool_takes_the_first_call_is_an_error_at_construction(tmp_path, monkeypatch):
+    (tmp_path / "dies.py").write_text("import os; os._exit(1)")
+    take_calls = of_pebble.task_scheduler_loop
+
+    def slow(manager):
+        while manager.context.alive:
+            time.sleep(0.01)
+        take_calls(manager)
+
+    monkeypatch.setattr(of_pebble, "task_scheduler_loop", slow)
     with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
         Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
 
