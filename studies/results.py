@@ -142,16 +142,19 @@ class ResultFile:
     def add(self, result: Result) -> None:
         """Append a result; it is on disk when this returns.
 
+        It is kept with the digits that the file has: a search that goes on from the file must take the same way.
+
         Raises:
             OutputError: the file cannot be written.
         """
+        line = result.to_line()
         with os_errors_as(OutputError, f"{self.path} cannot be written"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("r+b" if self.path.exists() else "wb") as file:
                 file.seek(-len(self._rest), os.SEEK_END)
                 file.truncate()
-                file.write(f"{result.to_line()}\n".encode())
+                file.write(f"{line}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
         self._rest = b""
-        self.by_key[result.key] = result
+        self.by_key[result.key] = Result.of_line(line)

@@ -6,6 +6,7 @@ import pytest
 from exgrpo.train.common.errors import OutputError
 from exgrpo.train.metrics.report.runs import load_run
 from studies.results import ResultFile, curves_of
+from studies.statistics import height
 from tests.studies.plans import result
 from tests.tools.report.pages import make_run
 
@@ -20,6 +21,15 @@ def test_a_result_comes_back(tmp_path):
     }
     for name, curve in given.curves.items():
         np.testing.assert_allclose(found.curves[name], curve, rtol=5e-5)  # five digits are kept
+
+
+def test_a_result_has_the_same_digits_before_and_after_it_is_read_again(tmp_path):
+    file = ResultFile(tmp_path / "runs.jsonl")
+    file.add(result("a", 0.123456789, 2 / 3))
+    again = ResultFile(file.path)
+    assert height(file.by_key["a"]) == height(again.by_key["a"])
+    for name, curve in again.by_key["a"].curves.items():
+        np.testing.assert_array_equal(file.by_key["a"].curves[name], curve)
 
 
 def test_what_a_killed_program_did_not_finish_gives_way(tmp_path):
