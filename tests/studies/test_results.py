@@ -6,7 +6,6 @@ import pytest
 from exgrpo.train.common.errors import OutputError
 from exgrpo.train.metrics.report.runs import load_run
 from studies.results import ResultFile, curves_of
-from studies.statistics import height
 from tests.studies.plans import result
 from tests.tools.report.pages import make_run
 
@@ -26,9 +25,7 @@ def test_a_result_comes_back(tmp_path):
 def test_a_result_has_the_same_digits_before_and_after_it_is_read_again(tmp_path):
     file = ResultFile(tmp_path / "runs.jsonl")
     file.add(result("a", 0.123456789, 2 / 3))
-    again = ResultFile(file.path)
-    assert height(file.by_key["a"]) == height(again.by_key["a"])
-    for name, curve in again.by_key["a"].curves.items():
+    for name, curve in ResultFile(file.path).by_key["a"].curves.items():
         np.testing.assert_array_equal(file.by_key["a"].curves[name], curve)
 
 

@@ -163,14 +163,12 @@ def test_a_reward_that_ends_its_process_while_loading_is_an_error_at_constructio
 
 def test_a_process_that_dies_before_its_pool_takes_the_first_call_is_an_error_at_construction(tmp_path, monkeypatch):
     (tmp_path / "dies.py").write_text("import os; os._exit(1)")
-    take_calls = of_pebble.task_scheduler_loop
 
-    def slow(manager):
+    def too_late(manager):
         while manager.context.alive:
             time.sleep(0.01)
-        take_calls(manager)
 
-    monkeypatch.setattr(of_pebble, "task_scheduler_loop", slow)
+    monkeypatch.setattr(of_pebble, "task_scheduler_loop", too_late)
     with pytest.raises(RuntimeError, match=r"died while it loaded reward .*dies.py:f"):
         Grader(f"{tmp_path}/dies.py:f", workers=1, time_limit=5)
 
