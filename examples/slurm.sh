@@ -20,14 +20,16 @@ EXGRPO_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex())')
 export EXGRPO_SERVER_TOKEN
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun would bind each program to one processor
 
-urls=()
+urls=() processes=()
 for node in "${servers[@]}"; do
     srun --nodes=1 --ntasks=1 --nodelist="$node" python -m exgrpo.tools.serve "$model" --dtype bf16 --max-tokens 3072 \
         --host 0.0.0.0 --port 8000 --tensor-parallel-size 4 &
-    urls+=("http://$node:8000")
+    processes+=("$!") urls+=("http://$node:8000")
 done
-for url in "${urls[@]}"; do
+for i in "${!urls[@]}"; do
+    url=${urls[i]}
     until curl --silent --fail --output /dev/null --header "Authorization: Bearer $EXGRPO_SERVER_TOKEN" "$url/health"; do
+        kill -0 "${processes[i]}" || { echo "the server at $url has ended: see above" >&2 && exit 1; }
         sleep 5
     done
 done

@@ -1,5 +1,6 @@
 """The examples for clusters: their own linters find nothing, and all their options exist."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,24 @@ def test_the_shell_has_nothing_to_complain_about():
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def test_a_server_that_ends_ends_the_job(tmp_path):
+    commands = {"scontrol": "printf 'n%d\\n' 1 2 3 4", "srun": "exit 3", "curl": "sleep 1; exit 7"}
+    for name, body in commands.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    job = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_CPUS_PER_TASK": "32", "SLURM_JOB_ID": "7"}
+    there = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", **job}
+    done = subprocess.run(
+        ["bash", SLURM], cwd=tmp_path, env=there, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "the server at http://n3:8000 has ended" in done.stderr
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda document: document["kind"])
