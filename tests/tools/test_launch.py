@@ -22,6 +22,11 @@ from exgrpo.train.checkpoint.resume import is_unsaved
 from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.recipe import load_recipe, merged, parse_args, read_recipes, recipe_path, to_yaml, validate
+from studies.bench import PROTOCOL
+from studies.results import ResultFile
+from studies.run import RESULTS
+from studies.statistics import height
+from studies.study import load_study
 from tests.train.configs import configured
 from tests.train.launch import MAIN, environment, launch
 from tests.train.run.test_run import SMALL, untimed
@@ -222,13 +227,13 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeyp
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "steps"), [*zip(first.ARMS, ("on_policy", "efficient"), (45, 75), strict=True)]
-)
-def test_the_first_result_compares_two_methods_on_the_colouring_task(name, method, steps):
-    task, own = recipe_path(Path("builtin:colouring")), ROOT / "recipes" / "replay" / f"{method}.yaml"
-    both = {"optimizer.minibatches": 4, "evaluation": {"every": 15, "samples": 8}, "data.test_limit": 128}
-    expected = merged(read_recipes([task, own]), both, {"steps": steps, "reward.workers": 1})
+@pytest.mark.parametrize(("name", "method"), [*zip(first.ARMS, ("on_policy", "freshper"), strict=True)])
+def test_the_first_result_compares_two_methods_as_the_study_has_chosen_them(name, method):
+    study, results = load_study(PROTOCOL).only(("colouring",), (method,)), ResultFile(RESULTS)
+    chosen = study.chosen("colouring", method, lambda key: height(results.by_key.get(key)))
+    both = {"evaluation": {"every": 15, "samples": 8}, "data.test_limit": 128, "steps": 60, "reward.workers": 1}
+    recipes = [recipe_path(Path("builtin:colouring")), ROOT / "recipes" / "replay" / f"{method}.yaml"]
+    expected = merged(read_recipes(recipes), both, chosen)
     assert load_recipe(first.RECIPES / f"{name}.yaml") == validate(expected, "expected")
 
 
