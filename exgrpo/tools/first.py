@@ -1,7 +1,7 @@
 """`exgrpo train --first [OPTIONS]`: the first result, two runs side by side and one page about both.
 
-Each run is an ordinary one, a program on a core of its own: GRPO without replay, and what is ahead of it on this task,
-each as the project's widest search found it best. One that was stopped goes on, and one that is finished is not done again.
+Each run is an ordinary one, a program on a core of its own: GRPO without replay, and freshper, each as the project's
+search found it best on this task. One that was stopped goes on, and one that is finished is not done again.
 """
 
 import os
