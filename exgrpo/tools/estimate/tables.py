@@ -19,7 +19,7 @@ SMALLEST_CACHE_GIB = 0.25
 """Advice goes no further than these."""
 SAVES_TIME_FROM = {"colouring": 1.5, "countdown": 2.1, "arithmetic": 7.7}
 """Seconds of a generated token over those of a token trained on, from which the efficient recipe reached the end of
-GRPO in less time: `studies/results/token_efficiency.md`."""
+GRPO of one pass in less time: `studies/results/token_efficiency.md`."""
 ENGINES = {
     "transformers": "transformers",
     "vllm": "vLLM (--rollout.engine transformers where it is not installed)",
@@ -106,8 +106,8 @@ def _token_ratio(config: Config, assumptions: Assumptions, found: Estimate) -> s
     trained = (seconds["select"] + seconds["update"]) / (of_step.rows * config.optimizer.passes)
     points = ", ".join(f"{ratio:g} ({task})" for task, ratio in SAVES_TIME_FROM.items())
     return (
-        f"A generated token takes {generated / trained:.2g} times as long as a token trained on. Replay that "
-        f"generates less and trains more saved time from {points} on, with tiny models: docs/when_to_replay.md."
+        f"A generated token takes {generated / trained:.2g} times as long as a token trained on. With tiny models, the "
+        f"efficient recipe took less time than GRPO of one pass over a batch from {points} on: docs/when_to_replay.md."
     )
 
 
