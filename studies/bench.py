@@ -139,7 +139,8 @@ def judge(study: Study, options: Options, results: ResultFile) -> list[str]:
     if options.name not in arms:
         raise ReportError(f"{options.name} has no seed that has been run on all tasks: the same command goes on")
     mine = arms[options.name]
-    said = [verdict(findings, mine), *warnings(findings, mine, options.asks), *costs(findings, mine)]
+    against = [replace(findings, arms=[arms[base], mine]) for base in (study.plan.baseline, PRESET) if base in arms]
+    said = [*(verdict(pair, mine) for pair in against), *warnings(findings, mine, options.asks), *costs(findings, mine)]
     plan = study.plan
     said.append(
         f"{len(mine.seeds)} seeds on {len(study.plan.tasks)} tasks; {results.path} has the runs. Of methods that "

@@ -50,12 +50,12 @@ class Referee:
         noise = np.random.default_rng(planned.seed).normal(scale=0.02)
         return result(planned.key, *(height + noise for height in curve), tokens=tokens)
 
-    def stand(self, *tasks):
-        """The runs of the baseline on these tasks."""
+    def stand(self, *tasks, arm="without", curve=RISE):
+        """The runs of an arm on these tasks."""
         file = ResultFile(self.folder / "results.jsonl")
-        study = self.study.only(tasks, ["without"])
+        study = self.study.only(tasks, [arm])
         while left := [run for run in study.known(self._height(file)) if run.key not in file.by_key]:
-            file.add(self.result(left[0], RISE))
+            file.add(self.result(left[0], curve))
         return file
 
     @staticmethod
@@ -96,6 +96,19 @@ def test_one_that_is_the_baseline_needs_no_run_that_counts(referee, capsys):
     assert referee() == 0
     assert referee.ran == []
     assert "Pass@1 +0.000 (-0." in capsys.readouterr().out
+
+
+def test_it_is_held_against_the_preset_too(referee, monkeypatch, capsys):
+    monkeypatch.setattr(studies.bench, "PRESET", "with")
+    referee.stand("countdown", "arithmetic")
+    referee.stand("countdown", arm="with", curve=(0.1, 0.3, 0.5))
+    referee.curve = (0.1, 0.3, 0.4)
+    assert referee() == 0
+    shown = capsys.readouterr().out
+    assert "Better: mine is above without: Pass@1 +0.100" in shown
+    assert "Worse: mine is below with: Pass@1 -0.100" in shown
+    assert {run.task for run in referee.ran} == {"countdown"}, "the preset has no runs of the other task"
+    assert {run.arm for run in referee.ran} == {"mine"}
 
 
 def test_one_that_generates_more_or_less_than_it_says_is_told(referee, capsys):
