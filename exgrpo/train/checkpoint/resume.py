@@ -26,6 +26,7 @@ CHANGEABLE = (
     "checkpoint.",
     "distributed.",
     "evaluation.",
+    "experience.folder",  # its files go with the processes, and a cluster may name its disk by the job
     "output.",
     "lora.result",
     "reward.workers",

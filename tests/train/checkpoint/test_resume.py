@@ -96,6 +96,8 @@ def test_a_run_goes_on_as_it_began():
     continued(saved.model_copy(update={"steps": 100, "resume": "auto"}), saved)
     here, there = (configured({"rollout": {"servers": [url]}}) for url in ("http://a:8000", "http://b:8000"))
     continued(there, here)
+    here, there = (configured({"experience": {"folder": f"/scratch/{job}"}}) for job in (1, 2))
+    assert continued(there, here).experience.folder == there.experience.folder
     another = configured({"seed": 1, "experience": {"ratio": 0.25}})
     with pytest.raises(ConfigError, match=r"seed was 0 and is now 1, experience.ratio was 0.5 and is now 0.25"):
         continued(another, saved)
