@@ -55,6 +55,9 @@ AGGREGATED = {
 }
 """verl's loss_agg_mode, by objective.normalize."""
 ELSEWHERE = {
+    "questions": "set data.train_batch_size of verl",
+    "optimizer.minibatches": "set actor_rollout_ref.actor.ppo_mini_batch_size of verl",
+    "optimizer.passes": "set actor_rollout_ref.actor.ppo_epochs of verl",
     "experience.folder": "stored answers are in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
 METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 TRACED = {"rlep", "luffy"}
 """Methods that replay what they were given at the start."""
-WITHOUT_ANSWERS = {"on_policy", "dynamic_sampling", "prompt_replay"}
+WITHOUT_ANSWERS = {"on_policy", "dynamic_sampling", "prompt_replay", "recommended"}
 """Methods that replay no answer."""
 
 
@@ -55,7 +55,7 @@ def test_every_method_drives_the_loop(name):
         {q: q % 5 / 4 for q in range(20)},
         questions=6,
         rollout={"samples": 4, "max_tokens": 8, "refills": config.rollout.refills},
-        optimizer={"minibatches": 2},
+        optimizer={"minibatches": 2, "passes": config.optimizer.passes},
         experience={**config.experience.model_dump(), "start_pass_rate": 0.0},
         objective=config.objective.model_dump(),
     )
