@@ -18,6 +18,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.checkpoint.resume import continued, finished, locate, saved_config
     from exgrpo.train.common.errors import is_first_rank
     from exgrpo.train.common.process import leave, run_program
+    from exgrpo.train.config.hub import upload
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.run.startup_checks import look
@@ -31,6 +32,10 @@ def main(argv: list[str]) -> int:
         if done := finished(config):  # as where a process was lost in the last moment, and all were started again
             if is_first_rank():
                 print(f"{done} is finished: nothing is left to do")
+                if config.output.push_to_hub:  # it may have been the upload that failed
+                    from exgrpo.train.run.model_folder import uploads
+
+                    print(f"uploaded to {upload(config.output.push_to_hub, uploads(done))}")
             return
         early = look(config, resources, resumed=folder is not None)
         from exgrpo.train.run.loop import run  # torch, transformers and DeepSpeed: only for what can be right

@@ -25,7 +25,7 @@ from exgrpo.train.data.questions import contradictions
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.soundness import Soundness
 from exgrpo.train.run.build import Inputs, build, read_inputs
-from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, write_model
+from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, uploads, write_model
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from exgrpo.train.run.recorder import Recorder
 from exgrpo.train.run.start_experience import Beginning, Encoding, Started, start_experience
@@ -214,8 +214,7 @@ class Run:
             return
         self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
         if config.output.push_to_hub:  # last, since the network may fail and everything else is done
-            folders = {".": folder / MODEL} | ({BEST: folder / BEST} if self.course.best else {})
-            address = upload(config.output.push_to_hub, folders)
+            address = upload(config.output.push_to_hub, uploads(folder))
             self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
     def _write_model(self, folder: Path) -> None:

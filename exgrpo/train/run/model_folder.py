@@ -33,6 +33,11 @@ def export_folder(run: Path, step: int) -> Path:
     return run / EXPORTS / f"step_{step:08d}"
 
 
+def uploads(run: Path) -> dict[str, Path]:
+    """The folders of a finished run's models by their paths in a repository, for `upload`."""
+    return {".": run / MODEL} | ({BEST: run / BEST} if (run / BEST).is_dir() else {})
+
+
 def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -> None:
     """Write the model, or its adapters, with its tokenizer and its card; all ranks call it together.
 

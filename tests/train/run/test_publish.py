@@ -3,9 +3,12 @@
 import pytest
 from huggingface_hub import constants
 
+from exgrpo.train import main as program
+from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError, OutputError
 from exgrpo.train.config.hub import check_upload, upload
 from exgrpo.train.config.options import OutputConfig
+from exgrpo.train.config.recipe import parse_args, to_yaml
 from tests.train.hub import running
 
 
@@ -85,3 +88,18 @@ def test_an_upload_that_fails_says_how_to_do_it_by_hand(hub, tmp_path):
         f"on disk: hf upload me/mine '{of_run['.']}' . && hf upload me/mine '{of_run['best']}' best"
     )
     assert "\n" not in str(error.value)
+
+
+def test_a_finished_run_that_is_started_again_tries_its_upload_again(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(process, "stop_on_signals", lambda: None)
+    folders(tmp_path / "mine")
+    options = [f"--output.folder={tmp_path}", "--output.name=mine", "--output.push_to_hub=me/mine"]
+    (tmp_path / "mine" / "config.yaml").write_text(to_yaml(parse_args(options)))
+    (tmp_path / "mine" / "finished").touch()
+    hub.full = True
+    assert program.main([*options, "--resume=auto"]) != 0
+    assert "the models are whole on disk" in capsys.readouterr().err
+    hub.full = False
+    assert program.main([*options, "--resume=auto"]) == 0
+    assert f"uploaded to {hub.address}/me/mine" in capsys.readouterr().out
+    assert sorted(hub.files) == ["README.md", "best/README.md", "best/weights", "weights"]
