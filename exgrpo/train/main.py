@@ -18,7 +18,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.checkpoint.resume import continued, finished, locate, saved_config
     from exgrpo.train.common.errors import is_first_rank
     from exgrpo.train.common.process import leave, run_program
-    from exgrpo.train.config.hub import upload
+    from exgrpo.train.config.hub import check_upload, upload
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.run.startup_checks import look
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
             if is_first_rank():
                 print(f"{done} is finished: nothing is left to do")
                 if config.output.push_to_hub:  # it may have been the upload that failed
+                    check_upload(config.output)
                     from exgrpo.train.run.model_folder import uploads
 
                     print(f"uploaded to {upload(config.output.push_to_hub, uploads(done))}")

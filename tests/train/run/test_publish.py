@@ -103,3 +103,4 @@ def test_a_finished_run_that_is_started_again_tries_its_upload_again(hub, tmp_pa
     assert program.main([*options, "--resume=auto"]) == 0
     assert f"uploaded to {hub.address}/me/mine" in capsys.readouterr().out
     assert sorted(hub.files) == ["README.md", "best/README.md", "best/weights", "weights"]
+    assert hub.private == {"me/mine": True}  # it may be asked for only now
