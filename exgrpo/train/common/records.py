@@ -17,6 +17,22 @@ Mask = npt.NDArray[np.bool_]
 Places = slice | npt.NDArray[np.int64] | Mask
 Behaviour = Literal["trainer", "engine", "unknown"]
 
+SHARED = 32
+"""Tokens from which on what prompts begin with is read once: fewer take no time that one would notice."""
+
+
+def shared_prefix(prompts: Sequence[TokenIds]) -> int:
+    """How many tokens all of some prompts begin with, each of which goes on behind them; 0: too few to be read once."""
+    if len(prompts) < 2:
+        return 0
+    width = min(map(len, prompts)) - 1
+    differs = np.zeros(width + 1, bool)
+    differs[width] = True
+    for prompt in prompts:
+        differs[:width] |= prompt[:width] != prompts[0][:width]
+    found = int(differs.argmax())
+    return found if found >= SHARED else 0
+
 
 @dataclass(frozen=True, eq=False)
 class KeptSets:

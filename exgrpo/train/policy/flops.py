@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from exgrpo.train.common.records import TokenIds, shared_prefix
 from exgrpo.train.common.step_batch import Ints, StepBatch
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -98,10 +99,12 @@ class Reading:
     Attributes:
         prompt: tokens of the prompt.
         responses: tokens of each response.
+        known: tokens at the beginning of the prompt that another reading has, too.
     """
 
     prompt: int
     responses: tuple[int, ...]
+    known: int = 0
 
     @property
     def written(self) -> int:
@@ -116,8 +119,9 @@ class Reading:
     def flops(self, model: ForwardFlops) -> float:
         """FLOPs of a forward pass; the first tokens of all responses are predicted from the end of the one prompt."""
         prompt = model.decoder_flops(self.prompt)
+        own = prompt - model.decoder_flops(self.known)
         behind = sum(model.decoder_flops(self.prompt + response - 1) - prompt for response in self.responses)
-        return prompt + behind + model.head_flops(1 + self.written - len(self.responses))
+        return own + behind + model.head_flops(1 + self.written - len(self.responses))
 
 
 Work = Mapping[str, Sequence[Reading]]
@@ -125,10 +129,17 @@ Work = Mapping[str, Sequence[Reading]]
 
 
 def together(batch: StepBatch, rows: Ints | None = None) -> list[Reading]:
-    """Some rows, or all of them; those of the same question as one, in the order of their first ones."""
-    readings: dict[int, tuple[int, list[int]]] = {}
+    """Some rows, or all of them; those of the same question as one, in the order of their first ones.
+
+    The first one has what all their prompts begin with.
+    """
+    readings: dict[int, tuple[TokenIds, list[int]]] = {}
     for row in range(len(batch)) if rows is None else rows:
         group = batch.group[row]
-        _, responses = readings.setdefault(int(batch.question[group]), (len(batch.prompt[group]), []))
+        _, responses = readings.setdefault(int(batch.question[group]), (batch.prompt[group], []))
         responses.append(int(batch.length[row]))
-    return [Reading(prompt, tuple(responses)) for prompt, responses in readings.values()]
+    shared = shared_prefix([prompt for prompt, _ in readings.values()])
+    return [
+        Reading(len(prompt), tuple(responses), shared if number else 0)
+        for number, (prompt, responses) in enumerate(readings.values())
+    ]

@@ -1,7 +1,8 @@
 """How rows become the tensors of forward passes, and how they are spread over ranks and passes.
 
 Padded: each row of the batch is one of the tensors, filled up on the right. Causal attention then needs no mask: no
-real token can see a pad. Packed: all in one row without padding, and a prompt once for all its answers.
+real token can see a pad. Packed: all in one row without padding, a prompt once for all its answers, and once what all
+prompts begin with.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from exgrpo.train.common.records import TokenIds
+from exgrpo.train.common.records import TokenIds, shared_prefix
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch
 from exgrpo.train.policy.segments import Block, segments
@@ -99,10 +100,10 @@ class Padded(Layout):
 
 
 class Packed(Layout):
-    """No padding, and each prompt once per pass; `segments` keeps the rows apart."""
+    """No padding, each prompt once per pass, as is what they begin with; `segments` keeps the rows apart."""
 
     def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
-        """See `Layout`; the answers to a prompt stay together as far as the budget goes."""
+        """See `Layout`; the answers to a prompt stay together as far as the budget goes, which counts prompts whole."""
         units, costs = _units(batch, budget)
         return [
             [[row for number in of_pass for row in units[number]] for of_pass in of_rank]
@@ -116,27 +117,31 @@ class Packed(Layout):
         tokens: list[TokenIds] = []
         blocks: list[Block] = []
         source: list[Ints] = []
-        length, question, at = 0, -1, 0
+
+        def add(ids: TokenIds, before: Block | None = None) -> Block:
+            block = Block(blocks[-1].end if blocks else 0, len(ids), before)
+            tokens.append(ids)
+            blocks.append(block)
+            return block
+
+        short = np.unique(batch.group[batch.length < LONG])
+        prompts = {batch.question[group]: batch.prompt[group] for group in short}
+        shared = shared_prefix(list(prompts.values()))
+        begin = add(batch.prompt[short[0]][:shared]) if shared else None
+        question, asked = -1, None
         for row, group in enumerate(batch.group):
             prompt, response = batch.prompt[group], batch.token[batch.at(row)]
-            own = len(response) - 1
             if len(response) >= LONG:
-                tokens += [prompt, response[:-1]]
-                blocks.append(Block(length, len(prompt) + own, 0, 0))
-                source.append(length + len(prompt) - 1 + np.arange(own + 1))
-                length += len(prompt) + own
+                whole = add(np.concatenate([prompt, response[:-1]]))
+                source.append(whole.start + np.arange(len(prompt) - 1, whole.length))
                 continue
-            if question != batch.question[group]:
-                question, at = batch.question[group], length
-                tokens.append(prompt)
-                blocks.append(Block(at, len(prompt), 0, 0))
-                length += len(prompt)
+            if asked is None or question != batch.question[group]:
+                question, asked = batch.question[group], add(prompt[shared:], begin)
             # The prompt's last token predicts the first one of every answer.
-            source.append(np.concatenate([[at + len(prompt) - 1], np.arange(length, length + own)]))
-            if own:
-                tokens.append(response[:-1])
-                blocks.append(Block(length, own, at, len(prompt)))
-                length += own
+            source.append(np.array([asked.end - 1]))
+            if len(response) > 1:
+                own = add(response[:-1], asked)
+                source.append(np.arange(own.start, own.end))
         row_of_all = np.concatenate(tokens).astype(np.int64)[None]
         parts = segments(blocks, np.concatenate(source), device)
         target = _moved(_target(batch), device)

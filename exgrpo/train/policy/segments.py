@@ -18,25 +18,38 @@ SIMILAR = 0.6
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring tokens of one sequence, and where the prompt stands that comes before them.
+    """Neighbouring tokens of one sequence, and the block that comes before them.
 
     Attributes:
         start: of the tokens in the row.
         length: number of tokens.
-        prefix_start: of the prompt in the row.
-        prefix: tokens of the prompt; 0: nothing comes before.
+        before: a prompt, or what several prompts begin with; None: nothing.
     """
 
     start: int
     length: int
-    prefix_start: int
-    prefix: int
+    before: "Block | None" = None
+
+    @property
+    def end(self) -> int:
+        """Where the next block starts."""
+        return self.start + self.length
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of its sequence that come before."""
+        return 0 if self.before is None else self.before.seen
+
+    @property
+    def seen(self) -> int:
+        """Tokens that its last one sees."""
+        return self.prefix + self.length
 
     @property
     def keys(self) -> npt.NDArray[np.int64]:
         """What the block's last token sees, in the order of positions."""
-        before = np.arange(self.prefix_start, self.prefix_start + self.prefix)
-        return np.concatenate([before, np.arange(self.start, self.start + self.length)])
+        own = np.arange(self.start, self.end)
+        return own if self.before is None else np.concatenate([self.before.keys, own])
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +135,7 @@ def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: tor
     for group in _similar(blocks):
         longest = max(block.length for block in group)
         for line, block in enumerate(group):
-            place[block.start : block.start + block.length] = slots + line * longest + np.arange(block.length)
+            place[block.start : block.end] = slots + line * longest + np.arange(block.length)
         slots += len(group) * longest
         buckets.append(_bucket(group, longest, device))
     of_tokens, of_targets, of_slots = _moved(device, position[None], source, place)
@@ -131,7 +144,7 @@ def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: tor
 
 def _varlen(blocks: Sequence[Block], device: torch.device) -> Varlen:
     queries = [block.length for block in blocks]
-    keys = [block.prefix + block.length for block in blocks]
+    keys = [block.seen for block in blocks]
     ends = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
     key, query_ends, key_ends = _moved(device, np.concatenate([block.keys for block in blocks]), *ends)
     return Varlen(key, query_ends, key_ends, max(queries), max(keys))
@@ -142,9 +155,12 @@ def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
 
 
 def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
-    groups: list[list[Block]] = []
-    for block in sorted(blocks, key=lambda block: -block.prefix - block.length):
-        if groups and block.prefix + block.length >= SIMILAR * (groups[-1][0].prefix + groups[-1][0].length):
+    # What prompts begin with stands alone: the others are short, and would be padded to its length.
+    begins = {block.before.before for block in blocks if block.before is not None}
+    groups = [[block] for block in blocks if block in begins]
+    alone = len(groups)
+    for block in sorted((block for block in blocks if block not in begins), key=lambda block: -block.seen):
+        if len(groups) > alone and block.seen >= SIMILAR * groups[-1][0].seen:
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -152,7 +168,7 @@ def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
 
 
 def _bucket(blocks: Sequence[Block], longest: int, device: torch.device) -> Bucket:
-    seen = blocks[0].prefix + blocks[0].length
+    seen = blocks[0].seen
     query, position = np.empty((len(blocks), longest), np.int64), np.empty((len(blocks), longest), np.int64)
     key = np.empty((len(blocks), seen), np.int64)
     for line, block in enumerate(blocks):

@@ -87,11 +87,11 @@ def test_packed_attention_holds_no_more_than_is_counted(law, prompt, answer, ans
 
     blocks, tokens = [], 0
     for _ in range(16):
-        start, length = tokens, drawn(prompt)
-        blocks.append(Block(start, length, 0, 0))
-        tokens += length
+        before = Block(tokens, drawn(prompt))
+        blocks.append(before)
+        tokens += before.length
         for _ in range(answers):
-            blocks.append(Block(tokens, drawn(answer), start, length))
+            blocks.append(Block(tokens, drawn(answer), before))
             tokens += blocks[-1].length
     held, of_heads = 0, 12 * 128
     for bucket in segments(blocks, np.zeros(1, np.int64), torch.device("cpu")).buckets:

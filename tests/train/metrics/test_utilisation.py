@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.train.common.records import Rollout
+from exgrpo.train.common.records import SHARED, Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.policy.flops import Reading, together
@@ -22,8 +22,11 @@ def test_a_prompt_is_needed_once_by_all_its_answers():
     shapes = ((1, 5, 3), (2, 5, 4), (1, 5, 1), (3, 10, 2))
     prompts = [np.full(length, question, np.int32) for question, length, _ in shapes]
     batch = StepBatch.of_answers(prompts, [Rollout(np.zeros(length, np.int32), True) for *_, length in shapes])
+    answer = Rollout(np.zeros(3, np.int32), True)
     assert together(batch) == [Reading(5, (3, 1)), Reading(5, (4,)), Reading(10, (2,))]
     assert together(batch, np.array([3, 2])) == [Reading(10, (2,)), Reading(5, (1,))]
+    begun = StepBatch.of_answers([np.append(np.zeros(SHARED, np.int32), 1 + i) for i in (0, 0, 1)], [answer] * 3)
+    assert together(begun) == [Reading(SHARED + 1, (3, 3)), Reading(SHARED + 1, (3,), SHARED)]
 
 
 def test_flops_are_those_of_every_token_that_is_read_and_predicted():
@@ -35,6 +38,8 @@ def test_flops_are_those_of_every_token_that_is_read_and_predicted():
     expected = 2 * SMALL.linear * len(before) + attention + 2 * SMALL.vocabulary * SMALL.width * predicted
     assert reading.flops(SMALL) == expected
     assert (reading.written, reading.read) == (8, 7 + 5 + 8)
+    of_three = sum(4 * SMALL.heads * SMALL.head_width * SMALL.layers * (n + 0.5) for n in range(3))
+    assert Reading(5, (3, 1, 4), 3).flops(SMALL) == expected - 2 * SMALL.linear * 3 - of_three
 
 
 @pytest.mark.parametrize("passes", [1, 2])

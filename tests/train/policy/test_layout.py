@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import KeptSets, Rollout, Score
+from exgrpo.train.common.records import SHARED, KeptSets, Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import attention, layout
@@ -27,9 +27,11 @@ TERMS = LossTerms(LossSettings(ObjectiveConfig(), temperature=0.8), 13.0, 0.02)
 PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mistral", "olmo2", "qwen3_moe"]
 
 
-def rows(rng, lengths, *, observing=False):
+def rows(rng, lengths, *, observing=False, shared=0):
     """Rows of some prompts, in turn with each other; where they observe, some tokens come from two words."""
+    begin = np.arange(shared, dtype=np.int32) % tiny.VOCABULARY
     prompts = [rng.integers(3, tiny.VOCABULARY, 1 + rng.integers(9)).astype(np.int32) for _ in range(3)]
+    prompts = [np.concatenate([begin, prompt]) for prompt in prompts]
     responses = [rng.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length in lengths]
     written = [np.arange(length) % 3 != 1 if observing else None for length in lengths]
     batch = StepBatch.of_answers(
@@ -85,18 +87,19 @@ def slide(model, window):
         layer.self_attn.sliding_window = window
 
 
-@pytest.mark.parametrize(("budget", "observing"), [(24, False), (10**6, True)])
+@pytest.mark.parametrize(("budget", "observing", "shared"), [(24, False, 0), (10**6, True, 0), (150, False, SHARED)])
 @pytest.mark.parametrize("name", PACKABLE)
-def test_packed_is_padded(name, budget, observing):
+def test_packed_is_padded(name, budget, observing, shared):
     """In float64, up to the order of sums."""
     model = model_of(name)
-    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8], observing=observing)
+    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13, 1, 5, 8], observing=observing, shared=shared)
     assert_same(*(results(model, layout, batch, budget) for layout in (Packed(), Padded())))
 
 
-def test_a_sliding_window_bounds_what_packed_tokens_see():
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_a_sliding_window_bounds_what_packed_tokens_see(shared):
     model = model_of("mistral")
-    batch = rows(np.random.default_rng(1), [9, 12, 3])
+    batch = rows(np.random.default_rng(1), [9, 12, 3], shared=shared)
     whole, _, _ = results(model, Packed(), batch, 10**6)
     slide(model, 3)
     packed, padded = (results(model, layout, batch, 10**6) for layout in (Packed(), Padded()))
@@ -128,6 +131,20 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
 
 
+def test_what_prompts_begin_with_is_read_once():
+    begin = np.arange(SHARED, dtype=np.int32)
+    asked = [np.concatenate([begin, own]).astype(np.int32) for own in ([7, 8], [9], [9])]
+    answers = [Rollout(np.array(ids, np.int32), True) for ids in ([1, 2, 3], [4], [5, 6])]
+    tensors = Packed().tokens(StepBatch.of_answers(asked, answers), CPU)
+    own = tensors.tokens[0, SHARED:].tolist()
+    assert (tensors.tokens[0, :SHARED].tolist(), own) == (begin.tolist(), [7, 8, 1, 2, 9, 5])
+    assert (tensors.segments.position[0, SHARED:] - SHARED).tolist() == [0, 1, 2, 3, 0, 1]
+    assert (tensors.segments.source - SHARED).tolist() == [1, 2, 3, 4, 4, 5]
+    assert [bucket.causal for bucket in tensors.segments.buckets] == [True, False]  # it pads none of the others
+    fewer = StepBatch.of_answers([prompt[1:] for prompt in asked], answers)
+    assert Packed().tokens(fewer, CPU).tokens.shape[1] == 2 * (SHARED - 1) + len(own)
+
+
 def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, window_size, enable_gqa=False):
     """What varlen_attn is documented to compute, block by block; its causal mask is aligned at the end."""
     assert window_size[1] == 0
@@ -149,27 +166,29 @@ def of_torch(q, k, v, query_ends, key_ends, most_queries, most_keys, *, scale, w
     return torch.cat(results)
 
 
+@pytest.mark.parametrize("shared", [0, SHARED])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_of_variable_lengths_gets_the_same_segments(window, monkeypatch):
+def test_attention_of_variable_lengths_gets_the_same_segments(window, shared, monkeypatch):
     model = model_of("mistral")
     slide(model, window)
-    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13])
+    batch = rows(np.random.default_rng(0), [4, 1, 9, 2, 13], shared=shared)
     expected = results(model, Packed(), batch, 10**6)
     monkeypatch.setattr(attention, "varlen", of_torch)
     monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
     assert_same(results(model, Packed(), batch, 10**6), expected)
 
 
-def test_long_answers_have_their_prompt_to_themselves(monkeypatch):
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_long_answers_have_their_prompt_to_themselves(shared, monkeypatch):
     monkeypatch.setattr(layout, "LONG", 8)
     model = model_of("llama")
-    batch = rows(np.random.default_rng(0), [9, 4, 9, 2, 13, 8, 5, 8])
+    batch = rows(np.random.default_rng(0), [9, 4, 9, 2, 13, 8, 5, 8], shared=shared)
     packed, padded = (results(model, way, batch, 10**6) for way in (Packed(), Padded()))
     assert_same(packed, padded)
     long = batch.take(batch.length >= 8)
     read = sum(len(long.prompt[group]) for group in long.group) + (long.length - 1).sum()
     assert Packed().tokens(long, CPU).tokens.shape == (1, read)
-    for budget in range(21, 60):
+    for budget in range(21 + shared, 60 + 4 * shared):
         for numbers in Packed().plan(batch, budget, 1)[0]:
             assert Packed().tokens(batch.take(np.array(numbers)), CPU).tokens.shape[1] <= budget
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train.common.records import SHARED
 from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.integrations import tiny as models
@@ -79,14 +81,16 @@ UNLIKE = ("llama", "gemma2", "mamba")
         if name != "bert"
     ],
 )
-def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path):
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_answers_depend_on_nothing_that_is_generated_beside_them(name, shared, tmp_path):
     """Whatever the batch is, the answers are the same, and their scores those of a full forward."""
     models.model(name).save_pretrained(tmp_path)
-    prompts = [prompt % models.VOCABULARY for prompt in PROMPTS]
+    begin = np.random.default_rng(0).integers(3, models.VOCABULARY, shared).astype(np.int32)
+    prompts = [np.concatenate([begin, prompt % models.VOCABULARY]) for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     sampling, seeds = Sampling(max_tokens=12, temperature=0.8, log_prob=True), list(range(6))
     found = {}
-    for batch_tokens in (20, 100, 5000):
+    for batch_tokens in (20, 100 + 8 * shared, 5000):
         settings = tiny.engine_settings(tmp_path, eos=EOS, batch_tokens=batch_tokens)
         attention = "eager" if name in ("gptj", "mamba") else "sdpa"
         engine = TransformersEngine(dataclasses.replace(settings, attention=attention), LoneWorld())
@@ -94,7 +98,7 @@ def test_answers_depend_on_nothing_that_is_generated_beside_them(name, tmp_path)
         answers = collect(asked, engine.generate(asked))
         found[batch_tokens] = ids(answers)
     (alone,) = collect(asked[3:4], engine.generate(asked[3:4]))
-    assert found[20] == found[100] == found[5000]
+    assert all(answers == found[20] for answers in found.values())
     assert ids([alone]) == found[20][3:4]
     assert len({len(response) for of_prompt in found[20] for response in of_prompt}) >= 3
     for prompt, of_prompt in zip(prompts, answers, strict=True):
@@ -114,3 +118,9 @@ def test_a_prompt_is_read_once_for_all_its_answers(engine):
     lengths = [len(prompt) for prompt in PROMPTS[:2]]
     assert counts.prompt_tokens == 4 * lengths[0] + lengths[1]
     assert counts.cached_tokens == 3 * lengths[0]
+
+
+def test_what_prompts_begin_with_is_read_once(engine):
+    prompts = [np.concatenate([np.full(SHARED, 7, np.int32), prompt]) for prompt in PROMPTS[:2]]
+    tiny.rollouts(engine, prompts, [1, 1], Sampling(max_tokens=3), seed=0)
+    assert engine.counts().cached_tokens == SHARED

@@ -32,10 +32,11 @@ def decode(
     *,
     eos: TokenIds,
     pad: int,
+    shared: int = 0,
 ) -> Iterator[tuple[int, Rollout]]:
     """Sample answers and give each with its number as soon as it is finished.
 
-    The prompts are read once each, whatever number of answers they have.
+    The prompts are read once each, whatever number of answers they have, and what they begin with once.
 
     Args:
         model: on the device where it computes.
@@ -44,9 +45,10 @@ def decode(
         sampling: [N], how; they differ in lengths and stop strings alone.
         noise: of N answers.
         eos: token ids that end an answer.
-        pad: fills prompts up, on the left.
+        pad: fills up, on the left, what prompts have for themselves.
+        shared: tokens that all prompts begin with, which are read once; 0 for a model that does not keep all.
     """
-    state = _Rows(model, prompts, pad)
+    state = _Rows(model, prompts, pad, shared)
     logits = state.read(state.tokens)
     state.select(prompt_of)
     logits = logits[torch.from_numpy(prompt_of).to(logits.device)]
@@ -107,27 +109,36 @@ class _Written:
 
 
 class _Rows:
-    """What the model has read of each row; `tokens`: [M, P] int64, the prompts, with pads on their left."""
+    """What the model has read of each row, at first of what all prompts begin with.
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int) -> None:
+    `tokens`: [M, P] int64, the prompts behind that, with pads on their left.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int, shared: int) -> None:
         self._model = model
         self._cache = roomy_cache(model.config)
         self._attends = any(isinstance(layer, DynamicLayer) for layer in self._cache.layers)
         width = max(len(prompt) for prompt in prompts)
         tokens = np.full((len(prompts), width), pad, np.int64)
-        self._start = np.array([width - len(prompt) for prompt in prompts])
+        pads = np.array([width - len(prompt) for prompt in prompts])
         for row, prompt in enumerate(prompts):
-            tokens[row, self._start[row] :] = prompt
-        self.tokens = torch.from_numpy(tokens)
-        self._length = 0
+            tokens[row, shared + pads[row] :] = prompt[shared:]
+        self.tokens = torch.from_numpy(tokens[:, shared:])
+        self._length, self._shared, self._pads = 0, shared, pads
         self._accepted = set(inspect.signature(model.forward).parameters)
+        if shared:
+            self._pads = np.zeros(1, np.int64)
+            self.read(torch.from_numpy(prompts[0][None, :shared].astype(np.int64)))
+            self.select(np.zeros(len(prompts), np.int64))
+            self._pads = pads
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N, V] logits behind the last of [N, R] new tokens."""
         new = np.arange(self._length, self._length + tokens.shape[1])
         self._length += tokens.shape[1]
-        mask = np.arange(self._length) >= self._start[:, None]
-        position = np.maximum(new - self._start[:, None], 0)
+        behind = np.arange(self._length) - self._shared
+        mask = (behind < 0) | (behind >= self._pads[:, None])
+        position = np.maximum(new - self._pads[:, None], 0)
         device = self._model.device
         known: dict[str, Any] = {
             "position_ids": torch.from_numpy(position).to(device),
@@ -149,7 +160,7 @@ class _Rows:
     def select(self, rows: npt.NDArray[np.int64]) -> None:
         """Go on with some of the rows, in this order."""
         self._cache.reorder_cache(torch.from_numpy(rows).to(self._model.device))
-        self._start = self._start[rows]
+        self._pads = self._pads[rows]
 
 
 def grown(length: int) -> int:
@@ -196,6 +207,11 @@ class RoomyLayer(DynamicLayer):
         """Take rows of the cache, some of them several times or not at all."""
         self._rooms = [room.index_select(0, beam_idx) for room in self._rooms]
         self.keys, self.values = (room[..., : self._length, :] for room in self._rooms)
+
+
+def keeps_all(config: Any) -> bool:
+    """Whether a model keeps the keys and values of all tokens in all layers, so that pads may stand between tokens."""
+    return all(type(layer) is RoomyLayer for layer in roomy_cache(config).layers)
 
 
 def roomy_cache(config: Any) -> DynamicCache:

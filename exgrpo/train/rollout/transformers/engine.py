@@ -10,11 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.records import EngineCounts
+from exgrpo.train.common.records import EngineCounts, shared_prefix
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
-from exgrpo.train.rollout.transformers.decode import decode
+from exgrpo.train.rollout.transformers.decode import decode, keeps_all
 from exgrpo.train.rollout.transformers.draws import Noise
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class TransformersEngine:
         self.pad = settings.pad
         self.batch_tokens = settings.rollout.batch_tokens
         self.model = self._copy(settings) if model is None else model
+        self._shares = keeps_all(self.model.config)
         self._prompt_tokens = self._read_tokens = 0
         self._asleep_seconds = 0.0
         self._slept: float | None = None
@@ -60,16 +61,19 @@ class TransformersEngine:
             rows = max(1, self.batch_tokens // (len(requests[jobs[-1][0]].prompt) + longest))
             jobs, batch = jobs[:-rows], jobs[-rows:]
             asked = sorted({i for i, _ in batch})
+            prompts = [requests[i].prompt for i in asked]
+            shared = shared_prefix(prompts) if self._shares else 0
             self._prompt_tokens += sum(len(requests[i].prompt) for i, _ in batch)
-            self._read_tokens += sum(len(requests[i].prompt) for i in asked)
+            self._read_tokens += sum(map(len, prompts)) - shared * (len(prompts) - 1)
             answers = decode(
                 self.model,
-                [requests[i].prompt for i in asked],
+                prompts,
                 np.searchsorted(asked, [i for i, _ in batch]),
                 [requests[i].sampling for i, _ in batch],
                 Noise([(requests[i].seed, sample) for i, sample in batch]),
                 eos=self.eos,
                 pad=self.pad,
+                shared=shared,
             )
             for number, rollout in answers:
                 i, sample = batch[number]
