@@ -1,6 +1,7 @@
 """Packed sequences give what padded ones do: log-probs, loss, gradients; and every sequence is in one pass."""
 
 import copy
+from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import SHARED, KeptSets, Rollout, Score
+from exgrpo.train.common.records import SHARED, KeptSets, Rollout, Score, shared_prefix
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy import attention, layout
@@ -129,6 +130,17 @@ def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     assert tensors.target.tolist() == [1, 2, 3, 4, 5, 6]
     assert tensors.segments.position.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
+
+
+@given(
+    st.integers(0, 2 * SHARED), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=2, max_size=5)
+)
+def test_all_prompts_go_on_behind_what_they_share(length, rests):
+    """Also where one prompt is the beginning of another, or its equal."""
+    prompts = [[7] * length + rest for rest in rests]
+    alike = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
+    common = min(alike, min(map(len, prompts)) - 1)
+    assert shared_prefix([np.array(prompt, np.int32) for prompt in prompts]) == (common if common >= SHARED else 0)
 
 
 def test_what_prompts_begin_with_is_read_once():

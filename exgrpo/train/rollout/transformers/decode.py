@@ -32,7 +32,7 @@ def decode(
     *,
     eos: TokenIds,
     pad: int,
-    shared: int = 0,
+    shared: int,
 ) -> Iterator[tuple[int, Rollout]]:
     """Sample answers and give each with its number as soon as it is finished.
 
