@@ -1,6 +1,7 @@
 """What the pretraining of the tiny models has in common: tokenizer, model, training loop, evaluation by sampling.
 
-A script of a task gives a `Corpus` and its options to `run`.
+A script of a task gives a `Corpus` and its options to `run`. The supervised start of a model that is there uses `train`
+and `evaluate_samples`, too.
 """
 
 import math
@@ -18,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from exgrpo.train.data.generation import Split
 
@@ -41,8 +42,8 @@ SIGNIFICANT = 4
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the pretraining of every task does."""
+class Training:
+    """What a supervised training on the problems of a task does."""
 
     output: Path
     """Folder for the model and the tokenizer."""
@@ -58,10 +59,6 @@ class Options:
     """Peak learning rate of all other parameters."""
     problems: int = 30_000
     """Different problems in the corpus; each pass answers them anew."""
-    hidden: int = 128
-    """Width of the model."""
-    layers: int = 3
-    """Layers of the model."""
     questions: int = 512
     """Held-out problems of the evaluation."""
     samples: int = 8
@@ -70,6 +67,16 @@ class Options:
     """Threads of torch."""
     device: str = "cpu"
     """On which the model is trained; the shipped models were on a CPU."""
+
+
+@dataclass(frozen=True)
+class Options(Training):
+    """What the pretraining of every task does."""
+
+    hidden: int = 128
+    """Width of the model."""
+    layers: int = 3
+    """Layers of the model."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ def build_model(options: Options, tokenizer: PreTrainedTokenizerFast) -> LlamaFo
     ).to(options.device)
 
 
-def train(model: LlamaForCausalLM, corpus: Corpus, options: Options, console: Console) -> None:
+def train(model: PreTrainedModel, corpus: Corpus, options: Training, console: Console) -> None:
     """Fit the model to the corpus: the matrices of the layers by Muon, all other parameters by AdamW."""
     matrices = {name for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name}
     inner = [p for name, p in model.named_parameters() if name in matrices]
@@ -228,7 +235,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, options: Options, console: Co
             console.print(f"step {step + 1}  loss {loss.item():.4f}")
 
 
-def warmed_up(step: int, options: Options) -> float:
+def warmed_up(step: int, options: Training) -> float:
     """Return the fraction of the peak rate: a linear warm-up over a twentieth of the steps, then a half cosine."""
     warmup = max(1, options.steps // 20)
     if step < warmup:
@@ -236,13 +243,13 @@ def warmed_up(step: int, options: Options) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (options.steps - warmup)))
 
 
-def batches(corpus: Corpus, options: Options, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(corpus: Corpus, options: Training, rng: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield token ids and targets for ever, each problem answered anew in each pass."""
     tokenizer = corpus.tokenizer
     problems = corpus.problems("pretrain", options.problems, options.seed)
     prompts = [prompt_ids(problem.question, tokenizer) for problem in problems]
     while True:
-        answers = tokenizer([corpus.solution(problem, rng) + END for problem in problems])["input_ids"]
+        answers = tokenizer([corpus.solution(problem, rng) + tokenizer.eos_token for problem in problems])["input_ids"]
         rows = list(zip(prompts, answers, strict=True))
         rng.shuffle(rows)
         for start in range(0, len(rows) - options.batch + 1, options.batch):
@@ -268,7 +275,7 @@ def collate(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def evaluate_samples(model: LlamaForCausalLM, corpus: Corpus, options: Options) -> Scores:
+def evaluate_samples(model: PreTrainedModel, corpus: Corpus, options: Training) -> Scores:
     """Sample answers to held-out problems at temperature 1, and count the right ones and the different ones of them."""
     scores = Scores()
     tokenizer = corpus.tokenizer
@@ -298,7 +305,7 @@ def evaluate_samples(model: LlamaForCausalLM, corpus: Corpus, options: Options) 
     return scores
 
 
-def report(scores: Scores, options: Options, console: Console) -> None:
+def report(scores: Scores, options: Training, console: Console) -> None:
     """Print Pass@1 and the share of questions with a right answer, with the questions for each count of them."""
     samples = options.samples
     table = Table("questions of", "number", "Pass@1", f"Pass@{samples}", *map(str, range(samples + 1)))

@@ -52,9 +52,11 @@ def missing_of(need: str, path: Sequence[str]) -> str:
     """Why a need is not met; empty where it is. A version that is there is taken, whatever it is.
 
     Args:
-        need: a group of packages or a program.
+        need: a group of packages, a program, or a folder of the repository, with a slash.
         path: where packages are looked for.
     """
+    if "/" in need:
+        return "" if (ROOT / need).is_dir() else "it is not there, and the file of the study says how it is made"
     if need in PROGRAMS:
         return "" if shutil.which(need) else f"{need} is not installed, or not on the PATH"
     there = installed(path)

@@ -20,6 +20,8 @@ STEP = f"{PYTEST} benchmarks/test_training_step.py {BENCHMARK}"
 ROLLOUTS = f"{PYTEST} benchmarks/test_rollouts.py {BENCHMARK}"
 TRAINER, VLLM, NCU = "train", "vllm", "ncu"
 """What a part may need: a group of packages, or the program ncu."""
+TAUGHT = "runs/models/SmolLM2-135M-countdown"
+"""The model of the study, from `recipes.countdown.start`: a part may need a folder, too."""
 # With compilers in processes of their own, pytest's workers would wait for these at the end and never report.
 ALONE = MappingProxyType({"TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
@@ -158,5 +160,15 @@ PARTS = (
         most=12,
         result=".toml",
         rehearsal_environment={"TRITON_INTERPRET": "1"},
+    ),
+    Part(
+        name="study",
+        title="The study of long answers: its runs so far",
+        command="python -m studies.run studies/long_answers.yaml",
+        day="--workers 10",
+        rehearsal="--plan",
+        least=15,
+        most=120,
+        needs=(TRAINER, TAUGHT),
     ),
 )

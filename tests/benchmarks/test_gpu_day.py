@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import record
-from benchmarks.gpu_day import kernel_tests, page, profile, program, runner
+from benchmarks.gpu_day import kernel_tests, needs, page, profile, program, runner
 from benchmarks.gpu_day.finished import Done, Parts
 from benchmarks.gpu_day.needs import missing_of
 from benchmarks.gpu_day.parts import PARTS, Part
@@ -103,6 +103,16 @@ def test_every_part_has_a_command_that_can_be_written_down():
             assert ("a folder/result" in " ".join(words)) == bool(part.result)
             assert not any("{" in word for word in words)
         assert part.words(True, Path("x"), 1.0) != part.words(False, Path("x"), 1.0)
+
+
+def test_a_folder_that_a_part_needs_is_looked_for(monkeypatch, tmp_path, day):
+    monkeypatch.setattr(needs, "ROOT", tmp_path)
+    part = python("study", "", needs=("models/taught",))
+    assert run(monkeypatch, day, part) == 0
+    assert "left out, needs models/taught: it is not there" in logged(day)
+    (tmp_path / "models" / "taught").mkdir(parents=True)
+    assert run(monkeypatch, day, part) == 0
+    assert Parts.read(day.folder).finished("study", "cpu")
 
 
 def test_a_failing_part_is_reported_and_the_next_one_runs(monkeypatch, day):

@@ -1,5 +1,6 @@
 """The scripts that make the shipped models: their tokenizers, their corpora, and a short run of one."""
 
+from dataclasses import replace
 from importlib import import_module
 from random import Random
 
@@ -8,7 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.functions import ASSETS, model_names
+from exgrpo.train.data.tasks.countdown import MODEL_FOLDER, generate, reward
 from recipes import pretraining
+from recipes.countdown import start
 
 
 @pytest.fixture(params=model_names())
@@ -62,3 +65,32 @@ def test_a_short_run_saves_a_model_that_can_be_loaded(tmp_path, capsys):
         assert torch.equal(scaled, scaled.round())
     assert model.config.hidden_size == 32
     assert model.config.vocab_size == script.VOCABULARY
+
+
+def test_answers_of_a_supervised_start_try_expressions_until_one_is_right():
+    rng, wrong = Random(0), set()
+    for problem in generate("pretrain", 200, 0):
+        *tried, boxed = start.search(problem, rng).split("\n")
+        expressions, values = zip(*(line.split(" = ") for line in tried), strict=True)
+        assert [eval(text) for text in expressions] == [int(value) for value in values]
+        right = [reward(f"\\boxed{{{text}}}", problem.answer) for text in expressions]
+        assert right == [0.0] * (len(tried) - 1) + [1.0]
+        assert boxed == f"\\boxed{{{expressions[-1]}}}"
+        wrong.add(len(tried) - 1)
+    assert wrong == set(range(start.WRONG + 1))
+
+
+def test_a_supervised_start_teaches_a_model_and_saves_it_with_its_tokenizer(tmp_path, capsys):
+    options = start.Options(model=MODEL_FOLDER, output=tmp_path, steps=100, batch=4, lr=2e-3, matrix_lr=2e-3)
+    start.main(replace(options, problems=100, questions=4, samples=2))
+    said = capsys.readouterr().out
+    assert "Pass@2" in said
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    losses = []
+    for folder in (MODEL_FOLDER, tmp_path):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        corpus = start.corpus_of(tokenizer)
+        ids, targets = next(pretraining.batches(corpus, replace(options, problems=64, batch=64), Random(1)))
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item())
+    assert losses[1] < 0.5 * losses[0]
