@@ -4,6 +4,7 @@ Neither torch nor transformers is needed.
 """
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +76,7 @@ def located(path: str) -> str:
             folder = Path(os.path.expanduser(path))
             if not (folder / "config.json").is_file():
                 if (folder / "adapter_config.json").is_file():
-                    way = f"name the model that they are for, and --lora.path {folder} beside it"
+                    way = f"name the model that they are for, and --lora.path {shlex.quote(str(folder))} beside it"
                     raise ModelError(f"policy.path: {folder} holds adapters and no model: {way}")
                 there = f": {folder / 'model'} does" if (folder / "model" / "config.json").is_file() else ""
                 raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model{there}")
