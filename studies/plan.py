@@ -34,7 +34,7 @@ class ArmPart(Part):
     Attributes:
         seeds: in place of those of the study: the same arm twice shows what seeds alone do.
         search: values of options, beside or in place of those of `search.over`.
-        starts: values with which a search by trials begins beside the arm's own ones.
+        starts: beside those of `search.starts`.
         trials: in place of `search.trials`.
         asks: answers that a step generates, divided by questions * rollout.samples: a budget of answers needs it.
     """
@@ -91,6 +91,7 @@ class Search(BaseModel):
     Attributes:
         over: values of each option, in their order.
         trials: of combinations at most, by `studies.climb` from the arm's own values; None: all are tried.
+        starts: values with which a search by trials begins beside the arm's own ones, for all arms.
         seeds: of the runs that are only searched with.
         budget: of these runs; None: that of the others.
     """
@@ -99,6 +100,7 @@ class Search(BaseModel):
 
     over: dict[str, Values] = Field(min_length=1)
     trials: int | None = Field(None, ge=1)
+    starts: tuple[dict[str, Any], ...] = ()
     seeds: tuple[Seed, ...] = Field(min_length=1)
     budget: Budget | None = None
 
@@ -156,6 +158,10 @@ class Plan(BaseModel):
     def trials_of(self, arm: str, all_of_them: int) -> int:
         """How many choices an arm may try."""
         return (self.search and self.search.trials and (self.arms[arm].trials or self.search.trials)) or all_of_them
+
+    def starts_of(self, arm: str) -> list[dict[str, Any]]:
+        """The values with which an arm's search begins beside its own ones."""
+        return [*(self.search.starts if self.search else ()), *self.arms[arm].starts]
 
     def lines_of(self, arm: str) -> dict[str, Values]:
         """The values among which an arm chooses; empty without a search."""

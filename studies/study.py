@@ -150,7 +150,7 @@ class Study:
         """
         own = flat(self.planned(task, arm, self.plan.seeds[0], {}).config)
         lines = self.plan.lines_of(arm)
-        starts = [{**own, **other} for other in ({}, *self.plan.arms[arm].starts)]
+        starts = [{**own, **other} for other in ({}, *self.plan.starts_of(arm))]
         for start, (name, values) in itertools.product(starts, lines.items()):
             if start.get(name) not in values:
                 value = f"is {start[name]}" if name in start else "is no option"

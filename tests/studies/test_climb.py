@@ -146,3 +146,10 @@ def test_an_arm_begins_with_values_that_are_searched(tmp_path):
     own = {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 4e-4}], "trials": 1}
     with pytest.raises(ConfigError, match="arm without: 2 starts need as many trials, and it has 1"):
         load_study(write(tmp_path, search=SEARCH, arms={"without": own}))
+
+
+def test_an_arm_begins_with_its_own_values_then_with_those_of_all_and_with_more_of_its_own(tmp_path):
+    arms = {"one": {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 8e-4}]}}
+    search = {**SEARCH, "starts": [{"optimizer.lr": 1e-4}]}
+    study = load_study(write(tmp_path, search=search, arms=arms, baseline="one"))
+    assert [start["optimizer.lr"] for start in study.starts("countdown", "one")] == [2e-4, 1e-4, 8e-4]
