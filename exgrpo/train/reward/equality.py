@@ -1,4 +1,4 @@
-r"""Whether two answers are equal, with a tolerance that the digits of the gold answer set.
+r"""Equality of two answers, with a tolerance that the digits of the gold answer set.
 
 Numbers ("72", "4.5e33", "\sqrt{2}", "x = 5", "50\%") are compared here:
     A gold answer with decimals ("20.39", "4.5e33", "3e8") is taken as rounded. An answer may be off by less than
@@ -21,48 +21,116 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from exgrpo.train.reward.notation import Decimal, Written, is_inequality
+from exgrpo.train.reward.formulas import is_inequality
+from exgrpo.train.reward.notation import Decimal, Written
+from exgrpo.train.reward.units import canonical, measure
 
 _CAP = Fraction(1, 1000)
 _FLOAT = Fraction(1, 2**52)
 _ENOUGH_DIGITS = 6
+_WORD = 3  # letters
+_DIGITS_OF_POWER = 2  # of "3e8", which is written 3.0 \times 10^8
 _EVALUATED_DIGITS = 50
 _LONGEST_MAGNITUDE = 10_000  # in bits; what is larger is not written out
 _NOISE = Fraction(1, 10**40)
 
 
 def equal(gold: Written, answer: Written) -> bool:
-    """Whether `answer` is `gold`."""
-    if not gold.latex or not answer.latex or (answer.base and answer.base != (gold.base or "10")):
+    """True if `answer` is `gold`."""
+    if gold.terms or answer.terms:
+        return _terms_equal(gold, answer)
+    if gold.modulus != answer.modulus or (answer.base and answer.base != (gold.base or "10")):
         return False
+    if not gold.latex or not answer.latex:
+        return _text(gold) == _text(answer) != ""
+    scale = _scale(gold, answer)
+    return scale is not None and _quantity_equal(gold, answer, scale)
+
+
+def readable(written: Written) -> bool:
+    """True if an answer is understood: words, a number, or what the parser reads, and so are all its terms."""
+    if written.terms:
+        return all(map(readable, written.terms))
+    return (not written.latex and bool(written.words)) or written.decimal is not None or written.expression is not None
+
+
+def _terms_equal(gold: Written, answer: Written) -> bool:
+    """Compare several quantities one by one, in any order if each has words of its own."""
+    if len(gold.terms) != len(answer.terms):
+        return False
+
+    def same(g: Written, a: Written) -> bool:
+        return (bool(g.words) == bool(a.words) or not g.latex or not a.latex) and equal(g, a)
+
+    if gold.ordered or answer.ordered:
+        return all(map(same, gold.terms, answer.terms))
+    left = list(answer.terms)
+    for term in gold.terms:
+        found = next((place for place, other in enumerate(left) if same(term, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _text(written: Written) -> str:
+    return written.words or canonical(written.latex)
+
+
+def _scale(gold: Written, answer: Written) -> Fraction | None:
+    """Return the answer's unit in units of the gold answer, None if their words do not mean the same."""
+    if not gold.words or not answer.words:
+        dropped = gold if gold.words else answer
+        return None if dropped.binding else Fraction(1)
+    if gold.words == answer.words:
+        return Fraction(1)
+    if gold.binding or answer.binding:
+        return None
+    g, a = measure(gold.words), measure(answer.words)
+    return a.factor / g.factor if g.quantity == a.quantity else None
+
+
+def _quantity_equal(gold: Written, answer: Written, scale: Fraction) -> bool:
     if gold.key == answer.key and gold.percent == answer.percent:
-        return True
+        return scale == 1
+    if gold.latex.isalpha() and answer.latex.isalpha() and len(gold.latex) >= _WORD:
+        return False  # "saw" is not "was", as a product of letters would be
     if gold.decimal and answer.decimal and not gold.relation:
-        return _numbers_equal(gold, answer, gold.decimal.value, answer.decimal.value)
+        return _numbers_equal(gold, answer, gold.decimal.value, answer.decimal.value, scale)
     try:
-        return _expressions_equal(gold, answer)
+        return _expressions_equal(gold, answer, scale)
     except Exception:  # sympy cannot compare everything that it can hold
         return False
 
 
-def _expressions_equal(gold: Written, answer: Written) -> bool:
+def _expressions_equal(gold: Written, answer: Written, scale: Fraction) -> bool:
     g, a = gold.expression, answer.expression
     if g is None or a is None:
         return False
     g, a = _without_names(g, a)
     g_value, a_value = _value(g), _value(a)
     if g_value is not None and a_value is not None:
-        return _numbers_equal(gold, answer, g_value, a_value)
+        return _numbers_equal(gold, answer, g_value, a_value, scale)
+    if scale != 1:
+        return False
     g, a = _with_repetitions(*_as_sets(g, a))
     places = _extra_places(g)
-    return math_verify().verify(g, a, float_rounding=6 + places, numeric_precision=15 + places, timeout_seconds=None)
+
+    def verified(g: Any, a: Any) -> bool:
+        library = math_verify()
+        return library.verify(g, a, float_rounding=6 + places, numeric_precision=15 + places, timeout_seconds=None)
+
+    if verified(g, a):
+        return True
+    split = _roots_of_fractions(g), _roots_of_fractions(a)
+    return split != (g, a) and verified(*split)
 
 
-def _numbers_equal(gold: Written, answer: Written, g: Fraction, a: Fraction) -> bool:
-    """Compares the values with regard to percent signs."""
+def _numbers_equal(gold: Written, answer: Written, g: Fraction, a: Fraction, unit: Fraction) -> bool:
+    """Compare the values with regard to percent signs, the answer's in so many units of the gold answer."""
 
     def close(scale: Fraction) -> bool:
-        return _close(gold.decimal, answer.decimal, g, a, scale)
+        return _close(gold.decimal, answer.decimal, g, a, scale * unit)
 
     same, hundredfold, hundredth = Fraction(1), Fraction(100), Fraction(1, 100)
     if gold.percent == answer.percent:
@@ -73,11 +141,13 @@ def _numbers_equal(gold: Written, answer: Written, g: Fraction, a: Fraction) -> 
 
 
 def _close(gold: Decimal | None, answer: Decimal | None, g: Fraction, a: Fraction, scale: Fraction) -> bool:
-    """Whether `a` times `scale` is within the tolerance of `g`; `gold` and `answer` tell how these are written."""
+    """True if `a` times `scale` is within the tolerance of `g`; the decimals are these numbers as written."""
     off = abs(g - a * scale)
     if off == 0:
         return True
     if gold is not None and gold.rounded:
+        if gold.scientific and gold.digits <= _DIGITS_OF_POWER and answer is not None and not answer.scientific:
+            return False  # of "1e16" a whole number in digits is no rounding
         return off < min(max(gold.unit / 2, _FLOAT * abs(g)), _CAP * abs(g))
     if gold is not None and answer is not None:
         return False
@@ -90,7 +160,7 @@ def _close(gold: Decimal | None, answer: Decimal | None, g: Fraction, a: Fractio
 
 
 def _without_names(g: Any, a: Any) -> tuple[Any, Any]:
-    """Takes "x = 5" beside "5" for 5, as verify does."""
+    """Take "x = 5" for 5 where the other one is "5", as verify does."""
     from math_verify.grader import is_assignment_relation, is_equation, take_last_relation
 
     if is_equation(a) and not is_equation(g):
@@ -101,7 +171,7 @@ def _without_names(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _value(expression: Any) -> Fraction | None:
-    """What a real number is worth; decimals count as they are written, all else is evaluated."""
+    """Return the value of a real number; decimals count as they are written, all else is evaluated."""
     import sympy
 
     if isinstance(expression, sympy.FiniteSet) and len(expression) == 1:
@@ -124,7 +194,7 @@ def _value(expression: Any) -> Fraction | None:
 
 
 def _as_sets(g: Any, a: Any) -> tuple[Any, Any]:
-    """Inequalities as sets of solutions, where both are one or the other."""
+    """Turn inequalities into sets of solutions, where both are one or the other."""
     import sympy
 
     both = is_inequality(g) and is_inequality(a)
@@ -134,7 +204,7 @@ def _as_sets(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _with_repetitions(g: Any, a: Any) -> tuple[Any, Any]:
-    """Where the gold answer repeats an element ("3, 1, 1"), so must the other."""
+    """Count elements where the gold answer repeats one ("3, 1, 1")."""
     import sympy
     from latex2sympy2_extended.sets import FiniteSet
 
@@ -142,6 +212,26 @@ def _with_repetitions(g: Any, a: Any) -> tuple[Any, Any]:
     if both and len(g._unsorted_args) > len(g.args):
         g, a = (sympy.Tuple(*sympy.ordered(side._unsorted_args)) for side in (g, a))
     return g, a
+
+
+def _roots_of_fractions(expression: Any) -> Any:
+    """Take roots of quotients apart: sympy keeps that of 1/n, which for a negative n is not 1 over the root of n."""
+    import sympy
+
+    def apart(base: Any, exponent: Any) -> Any:
+        return sympy.Mul(
+            *(
+                factor.base ** (-exponent) if factor.is_Pow and factor.exp == -1 else factor**exponent
+                for factor in sympy.Mul.make_args(base)
+            )
+        )
+
+    def is_root(power: Any) -> bool:
+        return power.is_Pow and power.exp.is_Rational and not power.exp.is_Integer and sympy.denom(power.base) != 1
+
+    if not isinstance(expression, sympy.Basic) or not expression.free_symbols:
+        return expression
+    return expression.replace(is_root, lambda power: apart(power.base.doit(), power.exp))
 
 
 def _solutions(inequality: Any) -> Any:
@@ -152,7 +242,7 @@ def _solutions(inequality: Any) -> Any:
 
 
 def _extra_places(gold: Any) -> int:
-    """How many decimals the smallest number of the gold answer begins after the point."""
+    """Number of zeros with which the smallest number of the gold answer begins after the point."""
     import sympy
 
     values = [_value(number) for number in gold.atoms(sympy.Number, sympy.Pow)]

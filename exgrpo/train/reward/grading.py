@@ -3,9 +3,10 @@ r"""The mathematics of grading: which part of a response is its answer, and whet
 Reading a response
     `math` grades what follows the LAST "</think>" (thinking ends where the answer begins; a response without the tag
     is worth 0, so a truncated one is too). `math_no_think` takes the whole response.
-    In that text the last \boxed{...} (or \fbox{...}) is the answer. Boxes directly before it, joined by a comma, a
-    semicolon, "and" or "or", belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2". A last box that is never
-    closed is no answer. In text without any box, only the content of the last <answer> tags counts, if there are any.
+    In that text the last \boxed{...} (or \fbox{...}) is the answer. Boxes directly before it, joined by LaTeX's spaces,
+    a comma, "and", "or" and the like, belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2", so that naming
+    several answers earns nothing. A last box that is never closed is no answer. In text without any box, only the
+    content of the last <answer> tags counts, if there are any.
     The answer is what the last "the answer is ...", "Answer: ..." or "#### ..." states up to the end of its sentence,
     else the text itself if it is nothing but a formula, or the few words in tags. What is left goes to Math-Verify's
     own search (the last formula, the last number).
@@ -13,8 +14,8 @@ Reading a response
 
 Reading a gold answer
     It is read as the content of a box, so "72", "1,000", "3/4", "\frac{3}{4}", "$69$, $84$", "[0, 1)" or "50\%"
-    need no delimiters. exgrpo.train.reward.notation says what is rewritten in both; units, "$" and degree signs are
-    left out.
+    need no delimiters. exgrpo.train.reward.notation takes both apart, into formulas and the words beside them. A gold
+    answer that says that there is none ("None", "N/A", "proof") makes every response worth 0.
 
 Comparing
     exgrpo.train.reward.equality says what is equal, and states the tolerance of numbers. Of two mistakes the strict
@@ -34,7 +35,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exgrpo.train.reward.equality import equal, math_verify
+from exgrpo.train.reward.equality import equal, math_verify, readable
 from exgrpo.train.reward.notation import closing_brace, qualified, understand
 
 END_OF_THINKING = "</think>"
@@ -42,11 +43,22 @@ AUTO = "auto"
 """The value of `reward.form` with which each reward looks where its source has the answer by convention."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_CONNECTOR = re.compile(r"[\s$]*(?:[,;]|(?:,\s*)?(?:\\text\{\s*)?(?:and|or)(?:\s*\})?)[\s$]*")
+_BETWEEN = 160
+"""Longest text between two boxes that may join them."""
+_MARKUP = re.compile(
+    r"\\[hv]space\*?\s*\{[^{}]*\}|[\s$*~{}&()]|\\\\|\\[,;:! ()\[\]&]|\\(?:text\w*|mathrm|mathbf|mbox|left|right|"
+    r"displaystyle|q?quad|large|Large|LARGE|huge|normalsize|small|hfill|newline|par|rm|bf|it)(?![A-Za-z])"
+)
+_JOINED = re.compile(
+    r"(?i)\s*(?:(?:[a-z/^0-9]+\s+){0,2}[.,]?\s*(?:and|or)\b|[,;/|]|\\(?:lor|land|vee|wedge|mid)(?![a-z]))?"
+    r"(?:\s*(?:and|or|and/or|also|else|maybe|perhaps|possibly|either|both|as well as|alternatively)\b,?)*"
+    r"\s*(?:\\?[a-z]+(?:_\s*\w+)?'*\s*=)?\s*"
+)
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _LAST_CHARACTERS = 300  # verl looks for "####" and "Answer:" in these alone
+_NO_ANSWER = re.compile(r"(?i)\s*(?:|proofs?|not\s*found|nan|none|null|n\s*/\s*a|no\s+answer)[\s.]*")
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _STATEMENT = re.compile(r"(?i)(?:\banswers?\b\**[^.:=\n]{0,60}?(?:\b(?:is|are|be)\b|[:=])|####)[\s:*]*")
 _FORMULA = r"(?:\$\$.+?\$\$|(?<!\\)\$(?:(?![.!?]\s+[A-Z])(?:\\\$|[^$\n]))+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\])"
@@ -59,7 +71,7 @@ _PROSE = re.compile(r"((?:(?:[A-Za-z']{2,}|a|I)\s+){1,5})(?=-?\\?\$|-?\d)")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MOST_WORDS = 4
 _CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOICE_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|rm|bf)\b|[{}$*]|\\ |~")
+_CHOICE_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|rm|bf)\b|[{}$*~]|\\[,;:! ]|\\q?quad\b")
 _CHOICE_TEXT = re.compile(r"\s*(?i:option|choice)?\s*\(?\s*([A-J])\s*(?:[).:](.*))?", re.DOTALL)
 
 
@@ -72,7 +84,7 @@ def math(response: str, gold: str) -> float:
 def math_no_think(response: str, gold: str) -> float:
     """1.0 when `response`, with or without thinking, holds the answer `gold`, else 0.0."""
     answer, gold = final_answer(response), gold.strip()
-    if not answer or not gold:
+    if not answer or no_answer(gold):
         return 0.0
     content = boxed_answer(answer)
     if choice := _gold_choice(gold):
@@ -86,6 +98,23 @@ def math_no_think(response: str, gold: str) -> float:
     if content is None:
         content = _found_answer(answer)
     return float(content is not None and equal(written, understand(content)))
+
+
+def no_answer(gold: str) -> bool:
+    """True if a gold answer says that there is none: "", "None", "N/A", "proof", "not found"."""
+    return _NO_ANSWER.fullmatch(_CHOICE_MARKUP.sub(" ", boxed_answer(gold) or gold)) is not None
+
+
+def readable_gold(gold: str) -> bool:
+    """True if `math` and `math_no_think` can give 1.0 for another text than the gold answer itself.
+
+    It is a choice, words, or something that the parser reads. No time limit is set: see the module's docstring.
+    """
+    if no_answer(gold):
+        return False
+    if _INTEGER.fullmatch(gold) or _gold_choice(gold.strip()):
+        return True
+    return readable(understand(boxed_answer(gold) or gold.strip()))
 
 
 def math_form(response: str, gold: str) -> float:
@@ -166,11 +195,16 @@ def boxed_answer(text: str) -> str | None:
     start = boxes[-1].start()
     for box in reversed(boxes[:-1]):
         end = closing_brace(text, box.end())
-        if end is None or not _CONNECTOR.fullmatch(text, end + 1, max(start, end + 1)):
+        if end is None or end >= start or not _joins(text[end + 1 : start]):
             break
         contents.append(text[box.end() : end].strip())
         start = box.start()
     return ", ".join(dict.fromkeys(reversed(contents))).strip()
+
+
+def _joins(between: str) -> bool:
+    """True if the text between two boxes makes one answer of them, as LaTeX spaces, "and" and "or" do."""
+    return len(between) <= _BETWEEN and _JOINED.fullmatch(_MARKUP.sub(" ", between)) is not None
 
 
 def tagged_answer(text: str) -> str | None:

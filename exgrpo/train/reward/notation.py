@@ -1,30 +1,32 @@
-r"""What is written in an answer, rewritten so that Math-Verify's LaTeX parser reads what a mathematician would.
+r"""What is written in an answer: numbers, formulas and the words between them.
 
-Some of it the parser refuses: colours, `\bm`, "≤", "**42**", "72 clips". Some of it it misreads: "4.5e33" (as
-4.5 * e * 33), "1 000" (as 1 * 0), "2 1/2", "5 million" (as 5), "3t" (as 3 tonnes), "R" (as "r").
+`understand` takes apart the content of a box. What only looks different is taken away (colours, fonts, spaces, dollar
+signs), "and", "or" and `\quad` between numbers become commas, and words beside numbers become words of a quantity:
+"3 hours 20 minutes" is a list of two quantities, not a product of four symbols. exgrpo.train.reward.formulas reads the
+formulas.
 """
 
 import functools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
+
+from exgrpo.train.reward.formulas import parse
+from exgrpo.train.reward.pieces import NUMBER, TEXT, Piece, pieces
+from exgrpo.train.reward.units import canonical
 
 _CHARACTERS = str.maketrans(
     {
         "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",  # noqa: RUF001
         "°": r"^\circ ", "∞": r"\infty ", "π": r"\pi ", "∅": r"\emptyset ", "∪": r"\cup ", "∩": r"\cap ",  # noqa: RUF001
         "∈": r"\in ", "²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-        "，": ",", "。": ".", "．": ".", "：": ":", "；": ";", "（": "(", "）": ")", "＝": "=", "％": "%",  # noqa: RUF001
+        "，": ",", "、": ",", "。": ".", "．": ".", "：": ":", "；": ";", "（": "(", "）": ")", "＝": "=", "％": "%",  # noqa: RUF001
         "\u2010": "-", "\u2011": "-", "\n": " ", "\t": " ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+        "′": "'", "’": "'", "″": "''", "≡": r"\equiv ",  # noqa: RUF001
     }
 )  # fmt: skip
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
-_UNIT = (
-    r"(?:mm|cm|dm|km|mg|kg|ms|ml|mL|ft|in|lb|mi|oz|yd|hr|min|sec|day|mph|rad|mol|erg|cal|gal|atm|Hz|eV|keV|MeV|GeV|"
-    r"Pa|(?<=[ /])[mgshL])s?(?:\^\{?-?\d\}?)?"
-)
 _QUALIFIER = re.compile(
     r"(?i)\b(?:or|and|not|no|less|more|fewer|greater|larger|smaller|least|most|between|than|over|times|plus|minus|under|"
     r"above|below|is|wrong|incorrect|squared|cubed|half|halves|thirds?|quarters?|squares?(?!\s+[a-z])|roots?|pi|sqrt|sin|cos|tan|"
@@ -32,66 +34,97 @@ _QUALIFIER = re.compile(
 )
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
+_EXPONENT_OF_WHOLE = 16
+"""Python writes whole floats with an exponent from here on: 1e16."""
+
 _Replacement = str | Callable[[re.Match[str]], str]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    whole, fixed, period = match[1], match[2], next(filter(None, match.groups()[2:]))
+    before, after = int(f"{whole}{fixed}" or 0), int(f"{whole}{fixed}{period}")
+    value = Fraction(after - before, 10 ** len(fixed) * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _scientific(match: re.Match[str]) -> str:
+    # A whole number of seventeen digits or more is what Python writes with an exponent; others were rounded by someone.
+    exact = "." in match[1] or int(match[2]) >= _EXPONENT_OF_WHOLE
+    return rf"{match[1]}{'' if exact else '.0'} \times 10^{{{match[2]}}}"
+
+
 _REWRITINGS: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"(?<![\w)}\]])\*\*([^*]+)\*\*(?![\w(])", r"\1"),
+        (r"^[*\s]+|[*\s]+$", ""),
         (r"\\\\\[[^\]]*\]", r"\\\\"),  # the space between two rows of a matrix
         # What is not seen, and how the rest looks.
         (r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
         (r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}", ""),
         (r"\\(?:mathbf|mathit|boldsymbol|bm|bf|underline|ensuremath|(?:display|text)style|[lL]arge|LARGE|huge|left\.|"
          r"right\.)(?![a-zA-Z])", ""),
-        (r"\\(?:text\w*|mathrm|mbox)\s*\{\s*(\\?\$|[-+]?" + _NUMBER + r"|[ei])\s*\}", r"\1"),
+        (r"\\(?:left|right)\s*(?=[\[\]()|{}\\/<>])", ""),
+        (TEXT + r"\{\s*(\\?\$|[-+]?" + NUMBER + r"(?:[eE][-+]?\d+)?|[ei])\s*\}", r"\1"),
         (r"\\\$|\$|(?<!\\)\\[()\[\]]", ""),
         # Numbers.
         (r"(?<=\d)(?:\\[,!;: ]\s*|,\\!\s*|\{,\}|~)(?=\d{3}(?!\d))", ""),
         (r"^(-?\d{1,3})((?: \d{3})+)(?![\d/ ])", lambda match: match[1] + match[2].replace(" ", "")),
-        (r"(?<=\d)\.(?=\s*/)|(?<!\\right)[.]\s*$", ""),
-        (r"(?<![\w.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])",
-         lambda match: rf"{match[1]}{'' if '.' in match[1] else '.0'} \times 10^{{{match[2]}}}"),
+        (r"(?<![\d.])(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,30})\}|(\d))|\((\d{1,30})\))(?!\d)",
+         _repeating),
+        (r"(?<=\d)\.(?=\s*/)|(?<!\\right)[.](?:\s|~|\\[,;:! ])*$", ""),
+        (r"(?<![\w.\\}])(\d+\.?\d*|\.\d+)[eE]\+?(-?\d+)(?![\w.])", _scientific),
+        (r"\s*\*\*\s*", "^"),
+        (r"\^\s*([-+])\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{\1\2}"),
         (r"(?<=\d)\s*[x*]\s*(?=10\s*\^)", r" \\times "),
         (r"(?<![\d.^_{}])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
+        (r"(?<=[\d)}])\s*(?:" + TEXT + r"\{\s*)?(?:percent|pct|per cent)\b(?:\s*\})?", r"\\%"),
+        (rf"(?<![\w.])(-?{NUMBER}) ?(?:{TEXT}\{{\s*)?({'|'.join(_POWERS_OF_TEN)})(?![A-Za-z])(?:\s*\}})?",
+         lambda match: rf"{match[1]} \times 10^{{{_POWERS_OF_TEN[match[2]]}}} "),
+        (r"(" + TEXT + r"\{[^{}]*)\}\s*(?:\^\s*\{?\s*(-?\d+)\s*\}?)\s*(?=[/.]|\\cdot|" + TEXT + ")", r"\1^\2}"),
+        (r"(" + TEXT + r"\{[^{}]*)\}\s*(?:(/)|\\cdot)\s*" + TEXT + r"\{\s*([^{}]*)\}", r"\1 \2 \3}"),
+        # Names and signs.
         (r"√\s*(\d+)", r"\\sqrt{\1}"),
         (r"√", "sqrt"),
-        # Names. The parser would take the derivative of a symbol, which is 0, and \gamma for a function.
-        (r"\\gamma(?![A-Za-z])", r"\\text{lowergamma}"),
-        (r"\\[dt]?frac(\s*\{\s*d\s*(?:\^\s*\{?\s*\d\s*\}?)?\s*[^{}\d]*(?:\{\w+\}[^{}\d]*)?\}"
-         r"\s*\{\s*d\s*[^{}\d]+(?:\^\s*(?:\d|\{\d\})\s*)?\})",
-         lambda match: rf"\text{{D{re.sub(r'[^A-Za-z0-9]', '', match[1])}}}"),
         (r"(?<![\\A-Za-z.])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])", r"\\\1"),
         (r"\\log\s*(?:_\s*\{?\s*e(?![A-Za-z])\s*\}?|(?!\s*_)(?![A-Za-z]))", r"\\ln "),
         (r"\\[cdt]frac(?![A-Za-z])", r"\\frac"),
-        (r"(?<![A-Za-z\\])E(?=\s*_)", r"\\text{E}"),
+        (r"^([^{}]+?)\\choose(?![A-Za-z])([^{}]+)$", r"\\binom{\1}{\2}"),
+        (r"\{([^{}]+?)\\choose(?![A-Za-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\([lg])eqslant(?![A-Za-z])", r"\\\1e "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (r"(?<!\\)\\[,;:! ]|~|^(?:\\q?quad\b)+|\\q?quad\s*(?=\\text|\\mathrm|\\mbox|$)", " "),
+        (r"^\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\?\||\\mid|\\[lr]?vert|:)\s*(.+)\\\}$",
+         r"\2"),
+        # Spaces; wide ones separate numbers.
+        (r"(?<!\\)\\[,;:! ]|~|^(?:\\q?quad\b\s*)+|(?:\\q?quad\s*)+(?=\\text|\\mathrm|\\mbox|$)", " "),
         (r"\\q?quad(?![A-Za-z])", ", "),
+        (r",(?:\s*,)+", ", "),
         (r"\s+", " "),
     )
 ]  # fmt: skip
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_TEN = re.compile(
-    rf"^(-?{_NUMBER}) ?(?:\\(?:text|mbox|mathrm)\s*\{{\s*)?({'|'.join(_POWERS_OF_TEN)})(?:\s*\}})?(?![A-Za-z])"
-)
-_TEXT_UNIT = re.compile(r"(?:[ /.]|\\cdot)*\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}(?:\s*\^\s*(?:\{-?\d+\}|\d))?\s*$")
-_PLAIN_UNIT = re.compile(
-    rf"^(-?{_NUMBER}(?: ?\\(?:times|cdot) ?10\^\{{?-?\d+\}}?)?)"
-    rf"(?: ?{_UNIT}(?: ?/ ?{_UNIT})?|((?: [A-Za-z]{{2,}}(?:/[a-z]+)?)* [A-Za-z]{{4,}}))$"
-)
-_PERCENT = re.compile(r"^([^,;<>]+?|[\d,.]+?) ?(?:\\?%|\\?(?:text\s*\{)?\s*(?:percent|pct)\b\s*\}?)$")
-_SIDE_BY_SIDE = re.compile(r"(?<![\w^_\\.])\d[\d.]*\s+[\d.]")
+_PERCENT = re.compile(r"^([^,;<>]+?|[\d,.]+?) ?\\?%$")
+_SIDE_BY_SIDE = re.compile(r"(?<![\w^_\\.])\d[\d.]*\s+[\d.]|\d\s*[Rr]\s*\d")
+_WORDS_BETWEEN = re.compile(rf"\d\s*(?:{TEXT}\{{[^{{}}]*[A-Za-z]{{2}}[^{{}}]*\}}|\s[A-Za-z]{{2,}}\s)\s*\d")
 _DECIMAL = re.compile(
-    rf"([-+]?)\s*({_NUMBER})(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{{\s*([-+]?\d{{1,3}})\s*\}}|(\d{{1,3}})))?"
+    rf"([-+]?)\s*({NUMBER})(?:\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{{\s*([-+]?\d{{1,3}})\s*\}}|(\d{{1,3}})))?"
 )
 _BASE = re.compile(r"(?<![\w.])[0-9A-Z]+_(?:\{\s*(\d+)\s*\}|(\d+))")
-_RELATION = re.compile(r"[=<>≈]|\\(?:le|ge|ne|leq|geq|neq|lt|gt|approx|in)(?![A-Za-z])")
+_MODULUS = re.compile(
+    r"\s*(?:\\pmod\s*(?:\{\s*(\w+)\s*\}|(\d+|\w))|"
+    r"(?<=\d|[A-Za-z])\s*\\mod\s*\{?\s*(\w+)\s*\}?|"
+    r"\(\s*(?:\\b?mod(?![A-Za-z])|" + TEXT + r"\{\s*mod\s*\}|mod\b)\s*\{?\s*(\w+)\s*\}?\s*\))\s*$"
+)
+_RELATION = re.compile(r"[=<>≈]|\\(?:le|ge|ne|leq|geq|neq|lt|gt|approx|in|equiv)(?![A-Za-z])")
 # The "x =" of "x = 5"; in "x = 5, y = 6", "x = 5 or x = 6" and "x = 5 = 6" the last number is not the answer.
 _NAME = re.compile(r"^(?!.*(?:=.*=|[<>,;≈]|\\(?:le|ge|ne|lt|gt|in|approx|lor|land)|\b(?:or|and)\b)).*=")
+_CASES = re.compile(r"(?:[^={}]*=)?\s*\\begin\s*\{[dr]?cases\}(.*)\\end\s*\{[dr]?cases\}")
+_BEFORE_CONDITION = re.compile(rf"\s*(?:,|{TEXT}\{{\s*(?:if|for|when)\s*\}}|\b(?:if|for|when)\b)\s*")
+_CONDITION = re.compile(rf"^(?:{TEXT}\{{\s*(?:if|for|when)\s*\}}|(?:if|for|when)\b)\s*|[,;.\s]+$")
 
 
 @dataclass(frozen=True)
@@ -102,9 +135,11 @@ class Decimal:
     unit: Fraction
     """Worth of one unit of the last digit that is written."""
     digits: int
-    """How many significant digits are written."""
+    """Number of significant digits that are written."""
     rounded: bool
-    """Whether it has decimals that may stand for more of them: "20.39", "4.5e33" and "3e8", but not "142.0"."""
+    """True if it has decimals that may stand for more of them: "20.39", "4.5e33" and "3e8", but not "142.0"."""
+    scientific: bool
+    """True if it is written with a power of ten."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +147,20 @@ class Written:
     """The content of a box, or a gold answer, as it is understood."""
 
     latex: str
-    """For the parser; without units, currency and percent sign."""
-    percent: bool
-    base: str
+    """For the parser; without words, currency and percent sign."""
+    percent: bool = False
+    base: str = ""
     """Index of "52_8"; "" without one."""
+    modulus: str = ""
+    """"3" of "1 (mod 3)"; "" without one."""
+    words: str = ""
+    """`canonical` words beside the number, such as "hour"; beside no number, the answer itself."""
+    binding: bool = False
+    """True if the words change the meaning of the number, so that they may not be left out: "or more"."""
+    terms: tuple["Written", ...] = ()
+    """Several quantities, each with words of its own: "3 hours 20 minutes"; the other fields are then not used."""
+    ordered: bool = False
+    """True if the order of the terms counts."""
 
     @property
     def key(self) -> str:
@@ -133,36 +178,37 @@ class Written:
         unit = Fraction(10) ** (int(exponent or 0) - len(decimals))
         value = int(f"{match[1]}{whole}{decimals}") * unit
         rounded = "." in match[2] and (value.denominator != 1 or exponent is not None)
-        return Decimal(value, unit, len(f"{whole}{decimals}".lstrip("0")), rounded)
+        return Decimal(value, unit, len(f"{whole}{decimals}".lstrip("0")), rounded, exponent is not None)
 
     @property
     def relation(self) -> bool:
-        """Whether it is an equation, an inequality or the like."""
+        """True if it is an equation, an inequality or the like."""
         return _RELATION.search(self.latex) is not None
 
     @functools.cached_property
     def expression(self) -> Any:
         """The sympy object, None when it cannot be read."""
-        return None if _SIDE_BY_SIDE.search(self.latex) else _parse(self.latex)
+        return None if _SIDE_BY_SIDE.search(self.latex) or _WORDS_BETWEEN.search(self.latex) else parse(self.latex)
 
 
 @functools.lru_cache(maxsize=8192)
 def understand(content: str) -> Written:
-    """Rewrites the content of a box; the group of rollouts of one question meets the same ones again and again."""
-    latex = content.translate(_CHARACTERS).strip("* ")
+    """Take apart the content of a box; the group of rollouts of one question meets the same ones again and again."""
+    latex = content.translate(_CHARACTERS).strip()
     for pattern, replacement in _REWRITINGS:
         latex = pattern.sub(replacement, latex)
-    latex, percent = _without_braces(latex.strip()), False
-    latex = _TEN.sub(lambda match: rf"{match[1]} \times 10^{{{_POWERS_OF_TEN[match[2]]}}}", latex)
-    if match := _PERCENT.match(latex):
-        latex, percent = match[1].strip(), True
-    latex = _without_units(latex)
-    base = _BASE.fullmatch(latex)
-    return Written(latex, percent, (base[1] or base[2]) if base else "")
+    latex = _without_braces(latex.strip())
+    if match := _CASES.fullmatch(latex):
+        return _cases(match[1])
+    modulus = ""
+    if match := _MODULUS.search(latex):
+        latex, modulus = latex[: match.start()].replace(r"\equiv", "="), next(filter(None, match.groups()))
+    written = _quantities(pieces(latex))
+    return replace(written, modulus=modulus) if modulus else written
 
 
 def qualified(words: str) -> bool:
-    """Whether `words` beside a number change what it says ("less than", "or", "million"), unlike a unit."""
+    """True if `words` beside a number change what it says ("less than", "or", "million"), unlike a unit."""
     return _QUALIFIER.search(words) is not None
 
 
@@ -176,55 +222,89 @@ def closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def is_inequality(expression: Any) -> bool:
-    """Whether it is "x > 3", or several of that kind joined by and, or."""
-    import sympy
-
-    relations = expression.atoms(sympy.core.relational.Relational) if isinstance(expression, sympy.Basic) else ()
-    return isinstance(expression, sympy.logic.boolalg.Boolean) and not any(
-        isinstance(relation, sympy.Eq) for relation in relations
-    )
-
-
 def _without_braces(latex: str) -> str:
     while latex.startswith("{") and closing_brace(latex, 1) == len(latex) - 1:
         latex = latex[1:-1].strip()
     return latex
 
 
-def _without_units(latex: str) -> str:
-    while (match := _TEXT_UNIT.search(latex)) and not qualified(match[1]):
-        rest = latex[: match.start()].rstrip()
-        if not rest or (rest[-1] not in ")]}" and not re.search(r"[\dA-Za-z]$", rest)):
-            break
-        latex = rest
-    match = _PLAIN_UNIT.match(latex)
-    return match[1] if match and not qualified(match[2] or "") else latex
+def _cases(body: str) -> Written:
+    """Functions by cases: rows of a value and its condition, in any order."""
+    rows = [[_CONDITION.sub("", cell.strip()) for cell in row.split("&")] for row in body.split(r"\\") if row.strip()]
+    rows = [[cell for cell in row if cell] for row in rows]
+    if all(len(row) == 1 for row in rows):
+        rows = [_BEFORE_CONDITION.split(row[0], maxsplit=1) for row in rows]
+    if all(len(row) == 1 for row in rows):
+        return understand(", ".join(row[0] for row in rows))  # a system of equations
+    return Written("", terms=tuple(Written("", terms=tuple(map(understand, row)), ordered=True) for row in rows))
 
 
-def _parse(latex: str) -> Any:
-    import sympy
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+@dataclass(frozen=True)
+class _Term:
+    """A number or formula with the words before and behind it."""
 
-    # "x<2 or x>3" is a union, but the parser takes "or" for a comma.
-    parts = re.split(r"\\text\s*\{\s*or\s*\}|\\lor(?![A-Za-z])|\bor\b", latex)
-    if len(parts) > 1 and re.search(r"[<>]|\\[lg]", latex):
-        relations = [_parse(part.strip()) for part in parts]
-        return sympy.Or(*relations) if all(is_inequality(part) for part in relations) else None
-    normalization = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
-    )
-    try:
-        expression = latex2sympy(
-            latex,
-            is_real=True,
-            normalization_config=normalization,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
-        )
-        # A word is a product of letters to the parser; a set would forget the order of its elements.
-        if isinstance(expression, sympy.Expr) and (latex == "i" or not latex.isalpha()):
-            expression = expression.xreplace({sympy.Symbol("i", real=True): sympy.I})
-    except Exception:  # the parser raises bare ones for what it cannot read
-        return None
-    return None if expression.has(sympy.zoo, sympy.nan) else expression
+    lead: str = ""
+    math: str = ""
+    trail: str = ""
+    droppable: bool = True
+
+    def written(self) -> Written:
+        words, binding = canonical(self.trail), not self.droppable or qualified(self.trail)
+        if self.lead:
+            lead, binding = canonical(self.lead), True
+            words = lead if not words and not qualified(lead) else f"{lead} _ {words}"
+        return replace(_formula(self.math), words=words, binding=binding)
+
+
+def _quantities(found: Sequence[Piece]) -> Written:
+    terms = [term for segment in _segments(found) for term in _terms(segment)]
+    plain = [term for term in terms if term.math]
+    words = {canonical(term.trail) for term in terms if term.trail}
+    bare = [not term.trail for term in terms]
+    alone = len(plain) == len(terms) and not any(term.lead for term in terms)
+    droppable = all(term.droppable and not qualified(term.trail) for term in terms)
+    if alone and len(words) <= 1 and (droppable or len(terms) == 1) and (not any(bare[:-1]) or all(bare[:-1])):
+        # "1, 2", "1 cm, 2 cm" and "1, 2 cm".
+        if not all(bare[:-1]) and bare[-1]:
+            return Written("", terms=tuple(term.written() for term in terms), ordered=True)
+        return replace(_formula(", ".join(term.math for term in plain)), words="".join(words), binding=not droppable)
+    if len(terms) == 1:
+        return terms[0].written()
+    written = tuple(term.written() for term in terms)
+    return Written("", terms=written, ordered=not all(term.words for term in written))
+
+
+def _segments(found: Iterable[Piece]) -> list[list[Piece]]:
+    segments: list[list[Piece]] = [[]]
+    for piece in found:
+        if piece.kind == "separator":
+            segments.append([])
+        else:
+            segments[-1].append(piece)
+    return [segment for segment in segments if segment]
+
+
+def _terms(segment: Sequence[Piece]) -> list[_Term]:
+    """Words belong to the number before them, unless all numbers of a segment stand behind words of their own."""
+    labels = segment[0].kind == "words" and segment[-1].kind == "math"
+    terms: list[_Term] = []
+    lead = ""
+    for piece in segment:
+        if piece.kind == "math":
+            terms.append(_Term(lead=lead, math=piece.text))
+            lead = ""
+        elif labels or not terms:
+            lead = f"{lead} {piece.text}".strip()
+        else:
+            last = terms[-1]
+            trail = f"{last.trail} {piece.text}".strip()
+            terms[-1] = replace(last, trail=trail, droppable=last.droppable and piece.droppable)
+    return [*terms, _Term(trail=lead)] if lead else terms
+
+
+def _formula(latex: str) -> Written:
+    latex, percent = _without_braces(latex.strip()), False
+    if match := _PERCENT.match(latex):
+        latex, percent = match[1].strip(), True
+    base = _BASE.fullmatch(latex)
+    return Written(latex, percent, (base[1] or base[2]) if base else "")

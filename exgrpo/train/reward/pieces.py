@@ -1,0 +1,167 @@
+r"""An answer's mathematics and the words between: "3\text{ hours }20\text{ minutes}" has four pieces.
+
+Letters without a \text around them are words where no formula would have them: "12 chickens and 8 rabbits", but not
+"2ab", "MR=SRMC" or "n mod 3".
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from exgrpo.train.reward.units import is_unit
+
+NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d*)?|\d+(?:\.\d*)?|\.\d+)"
+TEXT = r"\\(?:text\w*|mathrm|mbox|operatorname)\s*"
+
+_SHORT = frozenset(
+    ("a", "all", "am", "an", "and", "any", "as", "at", "be", "but", "by", "each", "ft", "if", "in", "is", "it", "no",
+     "none", "not", "odd", "of", "off", "on", "one", "only", "or", "out", "per", "pm", "six", "so", "ten", "than",
+     "the", "then", "to", "two", "up", "vs", "yes")
+)  # fmt: skip
+_CAPITALS = frozenset(("AD", "AM", "BC", "BCE", "CE", "PM", "USD", "EUR", "GBP"))
+_HALVES = frozenset(("am", "pm", "a.m", "p.m"))
+_SEEN = 200
+"""Characters of a formula that are looked back at."""
+_LONG = 4
+"""Letters from which on a word is no product of symbols."""
+_TOKEN = re.compile(
+    rf"(?P<text>{TEXT}\{{(?P<content>[^{{}}]*)\}}(?P<power>\s*\^\s*(?:\{{\s*-?\d+\s*\}}|\d))?)"
+    r"|(?P<open>\\begin\s*\{\w+\*?\}|\\?\{|[(\[])|(?P<close>\\end\s*\{\w+\*?\}|\\?\}|[)\]])"
+    r"|(?P<row>\\\\)|(?P<logic>\\(?:lor|vee|land|wedge)(?![A-Za-z]))|(?P<also>\\&)"
+    r"|(?P<degree>\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})(?:\s*(?P<scale>[CFK])(?![A-Za-z]))?)"
+    rf"|(?P<command>\\(?:[A-Za-z]+|.))|(?P<number>{NUMBER})|(?P<separator>[,;])"
+    r"|(?P<plain>(?:[ap]\.m\.|[A-Za-z]{2,}(?:[-.][A-Za-z]+)*(?:'s\b|n't\b)?)"
+    r"(?: (?:[ap]\.m\.|[A-Za-z]{2,}(?:-[A-Za-z]+)*|a(?= )))*\.?)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+_IN_TEXT = re.compile(rf"\s*(?:(?P<number>(?<![\w^])(?<!\^-)[-+]?{NUMBER}(?![\w/^]))|(?P<separator>[,;]))\s*")
+_CONNECTIVE = re.compile(r"\s*\b(and/or|and also|as well as|and|or)\b\s*")
+_LEADING = re.compile(r"^\s*(?:either|both)\b\s*", re.IGNORECASE)
+_COMMANDS = "cdot|times|div|pm|mp|le|ge|ne|leq|geq|neq|approx|in|to"
+_OPERATOR_BEFORE = re.compile(rf"(?:[=+\-*/^_<>|(]|\\(?:{_COMMANDS}))\s*$")
+_OPERATOR_BEHIND = re.compile(rf"\s*(?:[=+\-*/^_<>(]|\\(?:{_COMMANDS})(?![A-Za-z]))")
+_POWER = r"(?:\^\{?\d\}?(?!\d))"
+_PLAIN_RATIO = re.compile(rf" ?/ ?([A-Za-z]+){_POWER}?")
+_PLAIN_POWER = re.compile(_POWER)
+_SYMBOL_UNIT = re.compile(rf" [mgshL](?![A-Za-z']){_POWER}?(?: ?/ ?[A-Za-z]+{_POWER}?)?\s*(?=$|[,;])")
+_OPERAND = re.compile(r"\s*[\dA-Za-z\\]")
+_PURE = re.compile(r"[-+]?(?:[\d\s.,/{}+-]|\\(?:frac|sqrt|pi|pm)(?![A-Za-z]))+")
+ORDER = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t)(?![A-Za-z])")
+
+
+class Piece(NamedTuple):
+    """A part of an answer.
+
+    Attributes:
+        kind: a formula, words, or what separates two answers (text is then empty).
+        text: as it is written.
+        droppable: True if words may be the unit of the number before them, which an answer may do without.
+    """
+
+    kind: Literal["math", "words", "separator"]
+    text: str = ""
+    droppable: bool = True
+
+
+_SEPARATOR = Piece("separator")
+
+
+def pieces(latex: str) -> list[Piece]:
+    """Return the parts of an answer outside of all brackets, in their order."""
+    found: list[Piece] = []
+    math = ""
+    for piece in _read(_LEADING.sub("", latex)):
+        if piece.kind == "math":
+            math += piece.text
+            continue
+        if math.strip():
+            found.append(Piece("math", math.strip()))
+        math = ""
+        found.append(piece)
+    return [*found, Piece("math", math.strip())] if math.strip() else found
+
+
+def _read(latex: str) -> Iterator[Piece]:
+    """Pieces of which neighbouring formulas are still to be joined."""
+    order, digits = ORDER.search(latex) is not None, re.search(r"\d", latex) is not None
+    depth, position, math = 0, 0, ""
+    while position < len(latex):
+        match = _TOKEN.match(latex, position)
+        assert match is not None  # `other` matches every character
+        kind = "text" if match["text"] is not None else "degree" if match["degree"] else match.lastgroup
+        depth = max(0, depth + (kind == "open") - (kind == "close"))
+        text = match[0]
+        unit = _SYMBOL_UNIT.match(latex, position) if depth == 0 and math[-1:].isdigit() else None
+        if unit:
+            text, given = unit[0], [Piece("words", unit[0].strip())]
+        elif depth or kind in ("open", "close", "number", "command", "other"):
+            given = [Piece("math", text)]
+        elif kind in ("separator", "row", "also"):
+            given = [_SEPARATOR]
+        elif kind == "logic":
+            given = [_SEPARATOR if digits and not order else Piece("math", text)]
+        elif kind == "degree":
+            pure = _PURE.fullmatch(math.strip()) and not _OPERATOR_BEHIND.match(latex, match.end())
+            given = [Piece("words", f"degree {match['scale'] or ''}") if pure else Piece("math", text)]
+        elif kind == "text":
+            given = _of_text(match, math, order=order)
+        else:
+            given, text = _of_plain(match, math, order=order)
+        yield from given
+        for piece in given:
+            math = (math + piece.text)[-_SEEN:] if piece.kind == "math" else ""
+        position += len(text)
+
+
+def _of_text(match: re.Match[str], math: str, *, order: bool) -> list[Piece]:
+    content = match["content"]
+    alone = match.start() == 0 and not match.string[match.end() :].strip()
+    operator = _OPERATOR_BEFORE.search(math) or _OPERATOR_BEHIND.match(match.string, match.end())
+    if (operator or (alone and len(content.strip()) == 1)) and not re.search(r"\d", content):
+        return [Piece("math", match[0])]  # the name of a quantity
+    power = re.sub(r"[\s{}]", "", match["power"] or "")
+    return list(_words(f"{content}{power}", droppable=True, order=order))
+
+
+def _words(text: str, *, droppable: bool, order: bool) -> Iterator[Piece]:
+    """The numbers, words and connectives in a text."""
+    for start, part in enumerate(_CONNECTIVE.split(_LEADING.sub("", text))):
+        if start % 2:
+            yield Piece("math", r" \lor " if part == "or" else r" \land ") if order else _SEPARATOR
+            continue
+        position = 0
+        for match in _IN_TEXT.finditer(part):
+            if part[position : match.start()].strip():
+                yield Piece("words", part[position : match.start()], droppable)
+            yield _SEPARATOR if match["separator"] else Piece("math", f" {match['number']} ")
+            position = match.end()
+        if part[position:].strip():
+            yield Piece("words", part[position:], droppable)
+
+
+def _of_plain(match: re.Match[str], math: str, *, order: bool) -> tuple[list[Piece], str]:
+    """The pieces of letters without a \\text around them, and the text that they take."""
+    text, latex, end = match[0], match.string, match.end()
+    operator = _OPERATOR_BEHIND.match(latex, end)
+    if math.rstrip()[-1:].isdigit() or math.rstrip()[-1:] in ("}", ")"):
+        ratio, power = _PLAIN_RATIO.match(latex, end), _PLAIN_POWER.match(latex, end)
+        more = ratio[0] if ratio and is_unit(ratio[1]) else power[0] if power else ""
+        if is_unit(text) and (more or not operator):
+            return [Piece("words", text + more)], text + more
+    adjacent = math[-1:] and not math[-1:].isspace()
+    if adjacent or operator or _OPERATOR_BEFORE.search(math):
+        return [Piece("math", text)], text
+    words = text.rstrip(".").split()
+    between = bool(math.strip()) and _OPERAND.match(latex, end) is not None
+    if not any(_is_word(word, between=between) for word in words):
+        return [Piece("math", text)], text
+    droppable = len(words[-1]) >= _LONG or is_unit(words[-1]) or words[-1] in _CAPITALS or words[-1] in _HALVES
+    return list(_words(text, droppable=droppable, order=order)), text
+
+
+def _is_word(word: str, *, between: bool) -> bool:
+    if word.lower() in _SHORT or word in _CAPITALS or "." in word or is_unit(word):
+        return True
+    short = len(word) == 3 and (word.istitle() or (word.islower() and between))
+    return short or (len(word) >= _LONG and not word.isupper())
