@@ -215,7 +215,7 @@ def _with_repetitions(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _roots_of_fractions(expression: Any) -> Any:
-    """Take roots of quotients apart: sympy keeps that of 1/n, which for a negative n is not 1 over the root of n."""
+    """Take roots of products and quotients apart, as if all factors were positive: sympy keeps the root of 1/n."""
     import sympy
 
     def apart(base: Any, exponent: Any) -> Any:
@@ -227,7 +227,7 @@ def _roots_of_fractions(expression: Any) -> Any:
         )
 
     def is_root(power: Any) -> bool:
-        return power.is_Pow and power.exp.is_Rational and not power.exp.is_Integer and sympy.denom(power.base) != 1
+        return power.is_Pow and power.exp.is_Rational and not power.exp.is_Integer and bool(power.base.free_symbols)
 
     if not isinstance(expression, sympy.Basic) or not expression.free_symbols:
         return expression

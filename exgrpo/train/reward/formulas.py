@@ -16,6 +16,7 @@ _NAMES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
          r"\s*\{\s*d\s*[^{}\d]+(?:\^\s*(?:\d|\{\d\})\s*)?\})",
          lambda match: rf"\text{{D{re.sub(r'[^A-Za-z0-9]', '', match[1])}}}"),
         (r"(?<![A-Za-z\\])E(?=\s*_)", r"\\text{E}"),
+        (r"\{\s*([A-Za-z])\s*\}(?=\s*(?:'|\^\s*\{?\s*\\prime))", r"\1"),
         (r"\^\s*(?:\{\s*((?:\\prime\s*)+)\}|(\\prime)(?![A-Za-z]))",
          lambda match: "'" * (match[1] or match[2]).count("prime")),
         (r"([A-Za-z])\s*(?:_\s*(?:\{([^{}]*)\}|(\w)))?\s*('+)(?:\s*_\s*(?:\{([^{}]*)\}|(\w)))?",
@@ -36,6 +37,9 @@ def parse(latex: str) -> Any:
         if len(parts) > 1 and re.search(r"[<>]|\\[lg]", latex):
             relations = [parse(part.strip()) for part in parts]
             return joined(*relations) if all(is_inequality(part) for part in relations) else None
+    before, choose, _ = latex.partition(r"\choose")
+    if choose and before.count("{") == before.count("}"):
+        latex = f"{{{latex}}}"
     for pattern, replacement in _NAMES:
         latex = pattern.sub(replacement, latex)
     if "'" in latex or "\\prime" in latex:

@@ -46,8 +46,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BETWEEN = 160
 """Longest text between two boxes that may join them."""
 _MARKUP = re.compile(
-    r"\\[hv]space\*?\s*\{[^{}]*\}|[\s$*~{}&()]|\\\\|\\[,;:! ()\[\]&]|\\(?:text\w*|mathrm|mathbf|mbox|left|right|"
-    r"displaystyle|q?quad|large|Large|LARGE|huge|normalsize|small|hfill|newline|par|rm|bf|it)(?![A-Za-z])"
+    r"\\(?:[hv]space\*?|(?:text)?color|begin|end)\s*\{[^{}]*\}|\n\s*-\s|[\s$*~{}&()%]|\\\\|"
+    r"\\[,;:! ()\[\]&%]|\^\s*\{?\s*\\circ|"
+    r"\\(?:text\w*|math(?:rm|bf|it)|mbox|bm|boldsymbol|underline|left|right|displaystyle|q?quad|large|Large|LARGE|huge|"
+    r"normalsize|small|hfill|newline|par|noindent|item|rm|bf|it)(?![A-Za-z])"
 )
 _JOINED = re.compile(
     r"(?i)\s*(?:(?:[a-z/^0-9]+\s+){0,2}[.,]?\s*(?:and|or)\b|[,;/|]|\\(?:lor|land|vee|wedge|mid)(?![a-z]))?"

@@ -60,22 +60,30 @@ _REWRITINGS: list[tuple[re.Pattern[str], _Replacement]] = [
         (r"^[*\s]+|[*\s]+$", ""),
         (r"\\\\\[[^\]]*\]", r"\\\\"),  # the space between two rows of a matrix
         # What is not seen, and how the rest looks.
-        (r"\\(?:[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}", ""),
+        (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
+        (r"\\[hv]space\*?\s*\{[^{}]*\}", r"\\quad "),
         (r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}", ""),
-        (r"\\(?:mathbf|mathit|boldsymbol|bm|bf|underline|ensuremath|(?:display|text)style|[lL]arge|LARGE|huge|left\.|"
+        (r"\\(?:math(?:bf|it|sf|tt)|emph|boldsymbol|bm|bf|underline|ensuremath|(?:display|text)style|[lL]arge|LARGE|huge|left\.|"
          r"right\.)(?![a-zA-Z])", ""),
-        (r"\\(?:left|right)\s*(?=[\[\]()|{}\\/<>])", ""),
+        (r"\\(?:left|right|middle)\s*(?=[\[\]()|{}\\/<>])", ""),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\colon(?![A-Za-z])", ":"),
         (TEXT + r"\{\s*(\\?\$|[-+]?" + NUMBER + r"(?:[eE][-+]?\d+)?|[ei])\s*\}", r"\1"),
         (r"\\\$|\$|(?<!\\)\\[()\[\]]", ""),
+        (r"(?<![A-Za-z\\.])(?:[AaPp]\.\s?[Mm]|B\.\s?C|A\.\s?D)\.?(?![A-Za-z])",
+         lambda match: match[0].replace(".", "").replace(" ", "")),
         # Numbers.
         (r"(?<=\d)(?:\\[,!;: ]\s*|,\\!\s*|\{,\}|~)(?=\d{3}(?!\d))", ""),
         (r"^(-?\d{1,3})((?: \d{3})+)(?![\d/ ])", lambda match: match[1] + match[2].replace(" ", "")),
+        (r"\.(\d*)\\dot\s*\{?(\d)\}?(\d*)\\dot\s*\{?(\d)\}?", r".\1\\overline{\2\3\4}"),
         (r"(?<![\d.])(\d{0,30})\.(\d{0,30})(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,30})\}|(\d))|\((\d{1,30})\))(?!\d)",
          _repeating),
         (r"(?<=\d)\.(?=\s*/)|(?<!\\right)[.](?:\s|~|\\[,;:! ])*$", ""),
         (r"(?<![\w.\\}])(\d+\.?\d*|\.\d+)[eE]\+?(-?\d+)(?![\w.])", _scientific),
         (r"\s*\*\*\s*", "^"),
-        (r"\^\s*([-+])\s*(\d+|[A-Za-z](?![A-Za-z]))", r"^{\1\2}"),
+        (r"\^\s*([-+])\s*(?:(\d+|[A-Za-z])(?![\w({])|\{([^{}]*)\})",
+         lambda match: f"^{{{match[1]}{match[2] or f'({match[3]})'}}}"),
         (r"(?<=\d)\s*[x*]\s*(?=10\s*\^)", r" \\times "),
         (r"(?<![\d.^_{}])(\d+)\s+(\d+)\s*/\s*(\d+)", r"\1\\frac{\2}{\3}"),
         (r"(?<=[\d)}])\s*(?:" + TEXT + r"\{\s*)?(?:percent|pct|per cent)\b(?:\s*\})?", r"\\%"),
@@ -89,21 +97,20 @@ _REWRITINGS: list[tuple[re.Pattern[str], _Replacement]] = [
         (r"(?<![\\A-Za-z.])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp|pi)(?![A-Za-z])", r"\\\1"),
         (r"\\log\s*(?:_\s*\{?\s*e(?![A-Za-z])\s*\}?|(?!\s*_)(?![A-Za-z]))", r"\\ln "),
         (r"\\[cdt]frac(?![A-Za-z])", r"\\frac"),
-        (r"^([^{}]+?)\\choose(?![A-Za-z])([^{}]+)$", r"\\binom{\1}{\2}"),
-        (r"\{([^{}]+?)\\choose(?![A-Za-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\([lg])eqslant(?![A-Za-z])", r"\\\1e "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (r"^\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\?\||\\mid|\\[lr]?vert|:)\s*(.+)\\\}$",
-         r"\2"),
         # Spaces; wide ones separate numbers.
         (r"(?<!\\)\\[,;:! ]|~|^(?:\\q?quad\b\s*)+|(?:\\q?quad\s*)+(?=\\text|\\mathrm|\\mbox|$)", " "),
         (r"\\q?quad(?![A-Za-z])", ", "),
         (r",(?:\s*,)+", ", "),
         (r"\s+", " "),
+        # A set that is given by a condition.
+        (r"^\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\?\||\\mid|\\[lr]?vert|:)\s*(.+)\\\}$",
+         r"\2"),
     )
 ]  # fmt: skip
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)

@@ -19,7 +19,7 @@ _SHORT = frozenset(
      "the", "then", "to", "two", "up", "vs", "yes")
 )  # fmt: skip
 _CAPITALS = frozenset(("AD", "AM", "BC", "BCE", "CE", "PM", "USD", "EUR", "GBP"))
-_HALVES = frozenset(("am", "pm", "a.m", "p.m"))
+_HALVES = frozenset(("am", "pm"))
 _SEEN = 200
 """Characters of a formula that are looked back at."""
 _LONG = 4
@@ -30,14 +30,15 @@ _TOKEN = re.compile(
     r"|(?P<row>\\\\)|(?P<logic>\\(?:lor|vee|land|wedge)(?![A-Za-z]))|(?P<also>\\&)"
     r"|(?P<degree>\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})(?:\s*(?P<scale>[CFK])(?![A-Za-z]))?)"
     rf"|(?P<command>\\(?:[A-Za-z]+|.))|(?P<number>{NUMBER})|(?P<separator>[,;])"
-    r"|(?P<plain>(?:[ap]\.m\.|[A-Za-z]{2,}(?:[-.][A-Za-z]+)*(?:'s\b|n't\b)?)"
-    r"(?: (?:[ap]\.m\.|[A-Za-z]{2,}(?:-[A-Za-z]+)*|a(?= )))*\.?)"
+    r"|(?P<plain>(?:[A-Za-z]{2,}(?:[-.][A-Za-z]+)*(?:'s\b|n't\b)?)"
+    r"(?: (?:[A-Za-z]{2,}(?:-[A-Za-z]+)*|a(?= )))*\.?)"
     r"|(?P<other>.)",
     re.DOTALL,
 )
 _IN_TEXT = re.compile(rf"\s*(?:(?P<number>(?<![\w^])(?<!\^-)[-+]?{NUMBER}(?![\w/^]))|(?P<separator>[,;]))\s*")
 _CONNECTIVE = re.compile(r"\s*\b(and/or|and also|as well as|and|or)\b\s*")
 _LEADING = re.compile(r"^\s*(?:either|both)\b\s*", re.IGNORECASE)
+_NUMBER_AND_WORD = re.compile(rf"({NUMBER}) ([a-z]{{3}})")
 _COMMANDS = "cdot|times|div|pm|mp|le|ge|ne|leq|geq|neq|approx|in|to"
 _OPERATOR_BEFORE = re.compile(rf"(?:[=+\-*/^_<>|(]|\\(?:{_COMMANDS}))\s*$")
 _OPERATOR_BEHIND = re.compile(rf"\s*(?:[=+\-*/^_<>(]|\\(?:{_COMMANDS})(?![A-Za-z]))")
@@ -79,7 +80,16 @@ def pieces(latex: str) -> list[Piece]:
             found.append(Piece("math", math.strip()))
         math = ""
         found.append(piece)
-    return [*found, Piece("math", math.strip())] if math.strip() else found
+    found += [Piece("math", math.strip())] if math.strip() else []
+    if all(piece.kind != "words" for piece in found):
+        return found
+    return [part for piece in found for part in _shortest_words(piece)]
+
+
+def _shortest_words(piece: Piece) -> list[Piece]:
+    """Beside other words, three letters behind a number are a word as well: "5 blue and 3 red"."""
+    match = _NUMBER_AND_WORD.fullmatch(piece.text) if piece.kind == "math" else None
+    return [Piece("math", match[1]), Piece("words", match[2], droppable=False)] if match else [piece]
 
 
 def _read(latex: str) -> Iterator[Piece]:
