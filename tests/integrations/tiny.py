@@ -31,7 +31,7 @@ ARCHITECTURES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},  # tied, softcap
-    "gemma3_text": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
     "cohere": {"logit_scale": 0.3},  # tied, multiplied
     "granite": {"logits_scaling": 4.0},  # divided
     "falcon_h1": {

@@ -1,14 +1,18 @@
 """The transformers engine: ends, cuts, log-probs, weights and random state."""
 
 import dataclasses
+import inspect
+import random
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicLayer
 
+from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import SHARED
 from exgrpo.train.rollout.engine import Sampling, collect
+from exgrpo.train.rollout.transformers.decode import CACHE_ARGUMENTS, RoomyLayer
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.integrations import tiny as models
 from tests.train import tiny
@@ -69,7 +73,7 @@ def test_weights_that_are_missing_or_unknown_are_named(engine):
         engine.push_weights([*weights, ("lm_head.extra", weights[0][1])])
 
 
-UNLIKE = ("llama", "gemma2", "mamba")
+UNLIKE = ("llama", "gemma3_text", "mamba")
 """Architectures that read a prompt each in its own way: the others are tried in `make test-long`."""
 
 
@@ -92,7 +96,7 @@ def test_answers_depend_on_nothing_that_is_generated_beside_them(name, shared, t
     found = {}
     for batch_tokens in (20, 100 + 8 * shared, 5000):
         settings = tiny.engine_settings(tmp_path, eos=EOS, batch_tokens=batch_tokens)
-        attention = "eager" if name in ("gptj", "mamba") else "sdpa"
+        attention = "eager" if name in ("gemma2", "gptj", "mamba") else "sdpa"
         engine = TransformersEngine(dataclasses.replace(settings, attention=attention), LoneWorld())
         asked = requests_for(prompts, [5] * 6, sampling, seeds)
         answers = collect(asked, engine.generate(asked))
@@ -124,3 +128,62 @@ def test_what_prompts_begin_with_is_read_once(engine):
     prompts = [np.concatenate([np.full(SHARED, 7, np.int32), prompt]) for prompt in PROMPTS[:2]]
     tiny.rollouts(engine, prompts, [1, 1], Sampling(max_tokens=3), seed=0)
     assert engine.counts().cached_tokens == SHARED
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layer_with_room_holds_what_the_layer_of_transformers_holds(seed):
+    """Whatever is done to both, also before they hold anything."""
+    rng, layers, rows = random.Random(seed), (RoomyLayer(), DynamicLayer()), 3
+    for _ in range(60):
+        chosen = torch.tensor([rng.randrange(rows) for _ in range(rng.randint(1, 4))])
+        states = torch.randn(2, rows, 2, rng.choice((1, 1, 1, 30)), 4)
+        length = layers[1].get_seq_length()
+        name, argument, after = rng.choice(
+            [
+                *[("update", states, rows)] * 4,
+                *[("reorder_cache", chosen, len(chosen))] * 2,
+                ("batch_select_indices", chosen, len(chosen)),
+                ("batch_repeat_interleave", 2, 2 * rows),
+                ("crop", -rng.randint(0, max(0, length - 1)), rows),
+            ]
+        )
+        for layer in layers if length or name in ("update", "reorder_cache") else ():
+            getattr(layer, name)(*argument if name == "update" else (argument,))
+        rows = after if layers[1].get_seq_length() else rows
+        assert layers[0].get_seq_length() == layers[1].get_seq_length()
+        assert layers[0].get_mask_sizes(2) == layers[1].get_mask_sizes(2)
+        for held in ("keys", "values"):
+            ours, theirs = (getattr(layer, held) for layer in layers)
+            assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def forward_by(model, names, hand_on):
+    """A forward of a model that takes a cache by one of some names, if any, and hands it on or loses it."""
+    own = model.forward
+    accepted = inspect.signature(own).parameters
+    (taken,) = [name for name in CACHE_ARGUMENTS if name in accepted]
+
+    def forward(**options):
+        given = [options.pop(name) for name in names]
+        return own(**options, **{taken: cache for cache in given if hand_on})
+
+    others = [name for name in accepted if name not in CACHE_ARGUMENTS]
+    forward.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*others, *names)]
+    )
+    return forward
+
+
+@pytest.mark.parametrize("name", CACHE_ARGUMENTS)
+def test_a_model_gets_its_cache_by_the_name_that_it_takes_it_by(name, engine, monkeypatch):
+    sampling = Sampling(max_tokens=8)
+    expected = ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1))
+    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, [name], hand_on=True))
+    assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1)) == expected
+
+
+@pytest.mark.parametrize("names", [[], ["cache"], ["past_key_values"]])
+def test_a_model_that_loses_its_cache_is_refused(names, engine, monkeypatch):
+    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, names, hand_on=False))
+    with pytest.raises(RolloutError, match=r"LlamaForCausalLM of transformers 5\..* does not use the cache that it is"):
+        tiny.rollouts(engine, PROMPTS, [2] * 6, Sampling(max_tokens=8), seed=1)

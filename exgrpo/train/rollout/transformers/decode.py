@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+import transformers
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
+from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Drawn, Noise, draw
 
 KEPT = 0.8
 """Rows that have ended stay until fewer than this fraction is left: to leave them out copies the cache."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""By which models take their cache: all since transformers 5.24, those with attention and those without before."""
 
 
 @torch.inference_mode()
@@ -47,6 +50,9 @@ def decode(
         eos: token ids that end an answer.
         pad: fills up, on the left, what prompts have for themselves.
         shared: tokens that all prompts begin with, which are read once; 0 for a model that does not keep all.
+
+    Raises:
+        RolloutError: the model does not use the cache that it is given.
     """
     state = _Rows(model, prompts, pad, shared)
     logits = state.read(state.tokens)
@@ -144,8 +150,7 @@ class _Rows:
             "position_ids": torch.from_numpy(position).to(device),
             "logits_to_keep": 1,
             "output_router_logits": False,
-            "past_key_values": self._cache,
-            "cache_params": self._cache,  # of models without attention
+            **dict.fromkeys(CACHE_ARGUMENTS, self._cache),
         }
         # Without a mask nothing need be looked for. A model without attention takes that of new tokens only.
         plain = mask.all() or (len(new) == 1 and not self._attends)
@@ -155,6 +160,12 @@ class _Rows:
             use_cache=True,
             **{name: value for name, value in known.items() if name in self._accepted},
         )
+        # A model that has made a cache of its own has read the new tokens alone.
+        if not any(value is self._cache for value in output.values()):
+            raise RolloutError(
+                f"rollout.engine: {type(self._model).__name__} of transformers {transformers.__version__} does not use "
+                "the cache that it is given; take rollout.engine vllm, or a version that docs/compatibility.md lists"
+            )
         return output.logits[:, -1]
 
     def select(self, rows: npt.NDArray[np.int64]) -> None:
@@ -168,19 +179,51 @@ def grown(length: int) -> int:
     return length + length // 4 + 32
 
 
+class Room:
+    """Memory [N, heads, R, width] in which a tensor [N, heads, T, width] grows in place, T <= R.
+
+    The tensor is in the hands of transformers, whose methods may put another one in its place. The room counts only
+    while the tensor is the view that was made last.
+    """
+
+    def __init__(self) -> None:
+        self._room = self._view = torch.empty(0, 0)
+
+    def append(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Return what is held with the states [N, heads, T', width] of new tokens behind it."""
+        if held is None or not held.numel():
+            held = new[..., :0, :]
+        start, length = held.shape[-2], held.shape[-2] + new.shape[-2]
+        if held is not self._view or length > self._room.shape[-2]:
+            self._room = new.new_empty(*new.shape[:-2], grown(length), new.shape[-1])
+            self._room[..., :start, :] = held
+        self._room[..., start:length, :] = new
+        self._view = self._room[..., :length, :]
+        return self._view
+
+    def select(self, held: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return rows of what is held, some of them several times or not at all; as it is while nothing is held."""
+        if held is None or not held.numel():
+            return held
+        if held is not self._view:
+            return held.index_select(0, rows.to(held.device))
+        self._room = self._room.index_select(0, rows.to(held.device))
+        self._view = self._room[..., : held.shape[-2], :]
+        return self._view
+
+
 class RoomyLayer(DynamicLayer):
     """Keys and values [N, heads, T, head_dim] of a layer; a token is written into room that is there already.
 
     The layer of transformers copies all that it holds for every token.
     """
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room for the first tokens."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._length = 0
-        self._rooms = [state[..., :0, :] for state in (key_states, value_states)]
-        self.keys, self.values = self._rooms
-        self.is_initialized = True
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rooms = Room(), Room()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -188,25 +231,15 @@ class RoomyLayer(DynamicLayer):
         """Append the states of new tokens; returns those of all tokens, which are views."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self._length = self._length, self._length + key_states.shape[-2]
-        states = (key_states, value_states)
-        if self._length > self._rooms[0].shape[-2]:
-            self._rooms = [self._moved(old[..., :start, :], new) for old, new in zip(self._rooms, states, strict=True)]
-        for room, new in zip(self._rooms, states, strict=True):
-            room[..., start : self._length, :] = new
-        self.keys, self.values = (room[..., : self._length, :] for room in self._rooms)
-        return self.keys, self.values
-
-    def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """A larger room with what the old one holds."""
-        room = new.new_empty(*new.shape[:-2], grown(self._length), new.shape[-1])
-        room[..., : old.shape[-2], :] = old
-        return room
+        keys, values = self._rooms
+        appended = keys.append(self.keys, key_states), values.append(self.values, value_states)
+        self.keys, self.values = appended
+        return appended
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Take rows of the cache, some of them several times or not at all."""
-        self._rooms = [room.index_select(0, beam_idx) for room in self._rooms]
-        self.keys, self.values = (room[..., : self._length, :] for room in self._rooms)
+        """Take rows of the cache, which keep their room."""
+        keys, values = self._rooms
+        self.keys, self.values = keys.select(self.keys, beam_idx), values.select(self.values, beam_idx)
 
 
 def keeps_all(config: Any) -> bool:
