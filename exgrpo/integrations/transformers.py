@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from exgrpo.kernels import LogProb, linear_log_prob
 from exgrpo.kernels.inputs import IGNORED
 
 with needs(__name__, "transformers"):
+    from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils import ModelOutput
 
 MARK = "_exgrpo"
@@ -37,7 +38,7 @@ class TokenOutput(ModelOutput):
         log_prob: log-probability of each label in nats, ``[B, L]`` float32 (float64 for float64 models). Position i is
             that of ``labels[:, i + 1]``; the last one and those of labels -100 are 0.
         entropy: entropy in nats of the distribution that ``log_prob`` is of, likewise.
-        past_key_values: as the model returns it, like all below.
+        past_key_values: as the model returns it, like all below; ``cache`` since transformers 5.24.
         hidden_states: hidden states of each layer, where asked for.
         attentions: attention weights of each layer, where asked for.
         router_logits: logits of the routers, where asked for.
@@ -47,7 +48,11 @@ class TokenOutput(ModelOutput):
     loss: Tensor | None = None
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
-    past_key_values: Any = None
+    # By the name that models of this version return it by: ModelOutput of 5.24 renames the old one.
+    if "cache" in CausalLMOutputWithPast.__annotations__:
+        cache: Any = None
+    else:
+        past_key_values: Any = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
@@ -177,7 +182,7 @@ def _model_forward(
     return scored.to_tuple() if return_dict is False else scored
 
 
-_PASSED_ON = ("past_key_values", "hidden_states", "attentions", "router_logits", "aux_loss")
+_PASSED_ON = tuple(field.name for field in fields(TokenOutput))[3:]
 
 
 def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any], backend: str) -> LogProb:

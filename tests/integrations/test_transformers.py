@@ -93,6 +93,15 @@ def test_compiled_without_a_graph_break():
     torch.testing.assert_close(gradients(model, found.loss), gradients(model, exact.loss))
 
 
+def test_what_else_the_model_returns_is_passed_on_by_its_own_names():
+    model, batch = tiny.model("qwen3_moe"), tiny.batch()
+    own = model(**batch, use_cache=True, output_hidden_states=True)
+    found = patch_lm_head(model)(**batch, use_cache=True, output_hidden_states=True)
+    assert found.keys() - {"log_prob", "entropy"} == own.keys() - {"logits"}
+    assert len(found) >= 7
+    torch.testing.assert_close(found.hidden_states, own.hidden_states)
+
+
 def test_generation_is_as_before():
     model, prompt = tiny.model("llama"), tiny.batch()["input_ids"]
     own = model.generate(prompt, max_new_tokens=5, do_sample=False)
