@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -129,6 +130,11 @@ def explained(error: Exception, path: str) -> ModelError:
         return ModelError(
             f"policy.path: {shown(path)} needs code of its own, and code from model folders is not run: take a "
             "model of a type that transformers knows"
+        )
+    if "attn_implementation" in text:
+        return ModelError(
+            f"policy.attention: transformers {transformers.__version__} has no sdpa for the model in {shown(path)}: "
+            "take policy.attention eager, or rollout.engine vllm"
         )
     plain = isinstance(error, OSError | ValueError | StrictDataclassError)  # written for people
     reason = cut(first, SHOWN) if plain else f"{type(error).__name__}: {cut(first, SHOWN)}"

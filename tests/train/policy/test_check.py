@@ -23,6 +23,7 @@ from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import check_prompts, load_pretrained
 from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import choose_engine
+from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
@@ -260,6 +261,12 @@ def test_values_that_no_model_has_are_one_error(arithmetic, file, values, messag
     change(file, **values)
     with pytest.raises(ModelError, match=message):
         load_pretrained(str(folder))
+
+
+def test_a_model_without_sdpa_names_the_option(tmp_path):
+    models.model("mamba").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"policy\.attention: .* no sdpa .*: take policy\.attention eager"):
+        find_model(str(tmp_path)).load(torch.float32, "sdpa")
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]"])
