@@ -92,7 +92,9 @@ class Policy:
         model = load_model(config, source)
         if config.policy.checkpointing:
             try:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                # Its name before transformers 5.23 is the second one.
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable({"use_reentrant": False})
             except ValueError as error:
                 raise ConfigError(f"policy.gradient_checkpointing: {error}") from error
         if self.merged:
