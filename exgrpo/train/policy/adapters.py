@@ -3,13 +3,14 @@
 What is pushed to an engine and saved as a model is W + s B A of each adapted layer, under the name of its W.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -73,10 +74,17 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
     if adapted and output.weight is model.get_input_embeddings().weight:
         raise ConfigError("lora.head: the head of this model is its embedding, which has no adapter; leave it out")
     model.requires_grad_(False)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets,
+        base_model_name_or_path=model.name_or_path,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "adapters"))
         try:
-            model.add_adapter(peft.LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=targets), NAME)
+            # By peft alone: add_adapter of transformers 5.24 demands a peft that is not out.
+            peft.inject_adapter_in_model(config, model, NAME)
         except ValueError as error:
             raise ConfigError(f"lora.targets: {error}") from None
     others = [name for name, layer in _with_adapters(model) if not isinstance(layer.base_layer, nn.Linear)]
@@ -191,11 +199,7 @@ def read_adapters(folder: str, model: nn.Module) -> dict[str, Tensor]:
         ModelError: a weight is missing, left over, of another shape or not finite; the message names it.
     """
     found = {key: weight for key, weight in _read(folder).items() if not key.endswith(BASE_WEIGHT)}
-    places = {
-        PREFIX + name.replace(f".{NAME}.", "."): (name, parameter)
-        for name, parameter in model.named_parameters()
-        if is_adapter(name)
-    }
+    places = {_key(name): (name, parameter) for name, parameter in model.named_parameters() if is_adapter(name)}
     both = found.keys() & places.keys()
     shapes = {key: (list(found[key].shape), list(places[key][1].shape)) for key in both}
     kinds = {
@@ -209,6 +213,27 @@ def read_adapters(folder: str, model: nn.Module) -> dict[str, Tensor]:
     if problem := listed(kinds):
         raise ModelError(f"lora.path: the adapters in {folder} do not fit the model: {problem}")
     return {places[key][0]: weight for key, weight in found.items()}
+
+
+def save_adapters(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Write adapters as peft does, and how their model generates.
+
+    Args:
+        folder: made where it is missing.
+        model: with the adapters.
+        weights: their parameters by the model's names, whole.
+    """
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    model.peft_config[NAME].save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    contiguous = {_key(name): weight.contiguous() for name, weight in weights.items()}
+    save_file(contiguous, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _key(name: str) -> str:
+    """The name of an adapter's parameter in peft's files."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
 
 
 def _read(folder: str) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from exgrpo.train.policy.adapters import (
     base_name,
     is_adapter,
     load_adapters,
+    save_adapters,
     whole_adapters,
 )
 from exgrpo.train.policy.attention import PACKED
@@ -277,7 +278,9 @@ class Policy:
         for name, weight in whole_adapters(self.model) if adapters else self.weights():
             if self.world.is_main:
                 state[name] = weight.detach().cpu().clone()
-        if self.world.is_main:
+        if self.world.is_main and adapters:
+            save_adapters(folder, self.model, state)
+        elif self.world.is_main:
             saved = self.model if self.merged is None else self.merged.to(self.model.dtype)
             saved.save_pretrained(folder, state_dict=state)
 
