@@ -211,6 +211,7 @@ def test_what_a_model_asks_of_attention_beyond_that_is_refused():
     batch = rows(np.random.default_rng(0), [4, 9])
     with pytest.raises(NotImplementedError, match="attention with softcap"):
         results(model, Packed(), batch, 10**6)
+    model.set_attn_implementation("eager")  # since transformers 5.21 that of padded rows refuses it, too
     results(model, Padded(), batch, 10**6)
 
 

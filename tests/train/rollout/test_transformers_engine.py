@@ -157,19 +157,19 @@ def test_a_layer_with_room_holds_what_the_layer_of_transformers_holds(seed):
             assert ours is theirs is None or torch.equal(ours, theirs)
 
 
-def forward_by(model, names, hand_on):
-    """A forward of a model that takes a cache by one of some names, if any, and hands it on or loses it."""
+def forward_by(model, name, *, hand_on):
+    """The forward of a model, which takes its cache by a name or not at all, and hands it on or loses it."""
     own = model.forward
     accepted = inspect.signature(own).parameters
-    (taken,) = [name for name in CACHE_ARGUMENTS if name in accepted]
+    (taken,) = [argument for argument in CACHE_ARGUMENTS if argument in accepted]
 
     def forward(**options):
-        given = [options.pop(name) for name in names]
-        return own(**options, **{taken: cache for cache in given if hand_on})
+        cache = options.pop(name, None)
+        return own(**options, **({taken: cache} if hand_on else {}))
 
-    others = [name for name in accepted if name not in CACHE_ARGUMENTS]
+    names = [argument for argument in accepted if argument != taken] + [name] * bool(name)
     forward.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*others, *names)]
+        [inspect.Parameter(argument, inspect.Parameter.KEYWORD_ONLY) for argument in names]
     )
     return forward
 
@@ -178,12 +178,12 @@ def forward_by(model, names, hand_on):
 def test_a_model_gets_its_cache_by_the_name_that_it_takes_it_by(name, engine, monkeypatch):
     sampling = Sampling(max_tokens=8)
     expected = ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1))
-    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, [name], hand_on=True))
+    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, name, hand_on=True))
     assert ids(tiny.rollouts(engine, PROMPTS, [2] * 6, sampling, seed=1)) == expected
 
 
-@pytest.mark.parametrize("names", [[], ["cache"], ["past_key_values"]])
-def test_a_model_that_loses_its_cache_is_refused(names, engine, monkeypatch):
-    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, names, hand_on=False))
+@pytest.mark.parametrize("name", ["", "cache", "past_key_values"])
+def test_a_model_that_loses_its_cache_is_refused(name, engine, monkeypatch):
+    monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, name, hand_on=False))
     with pytest.raises(RolloutError, match=r"LlamaForCausalLM of transformers 5\..* does not use the cache that it is"):
         tiny.rollouts(engine, PROMPTS, [2] * 6, Sampling(max_tokens=8), seed=1)
