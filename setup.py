@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -273,6 +274,8 @@ if EXTENSIONS:
 if wanted("EXGRPO_CUDA", CUDA_MISSING) and (ROOT / CUDA_SOURCE).exists():
     EXTENSIONS.append(CUDA)
 
+# Setuptools advises about folders named exgrpo elsewhere: from 26 on pip shows it in a box, as if something were wrong.
+warnings.filterwarnings("ignore", "Editable installation")
 setup(
     ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildExtensions, "build_py": BuildPython},
