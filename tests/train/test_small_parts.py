@@ -1,4 +1,4 @@
-"""Seeds, the sharing of work, special tokens, files and the screen."""
+"""Seeds, the sharing of work, files and the screen."""
 
 import io
 import json
@@ -10,16 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from transformers import AutoTokenizer, GenerationConfig
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.metrics.display import COLUMNS, Display
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Sample, SampledAnswer, read_samples
-from exgrpo.train.policy.tokenizer import load_pretrained
-from tests.train import tiny
 
 
 def test_seeds_differ_by_purpose_and_number_and_repeat():
@@ -44,24 +40,6 @@ def test_shares_join_to_the_whole_in_order(size, items):
             return shares
 
     assert Gathering(0, size, torch.device("cpu"), None).join(shares[0]) == items
-
-
-@pytest.mark.parametrize(
-    ("config_eos", "generation_eos", "expected"), [(2, None, {2}), ([2, 5], None, {2, 5}), (2, [5, 6], {5, 6})]
-)
-def test_every_eos_token_is_found(tmp_path, config_eos, generation_eos, expected):
-    tiny.save_model(tmp_path, tied=True)
-    for name, eos in (("config.json", config_eos), ("generation_config.json", generation_eos)):
-        path = tmp_path / name
-        values = json.loads(path.read_text())
-        path.write_text(json.dumps({**values, "eos_token_id": eos, "vocab_size": 320}))
-    if generation_eos is None:
-        (tmp_path / "generation_config.json").unlink()
-    else:
-        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == generation_eos
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "arithmetic")
-    tokenizer.save_pretrained(tmp_path)
-    assert set(load_pretrained(str(tmp_path)).eos) == expected | {tokenizer.eos_token_id}
 
 
 def test_metrics_are_json_and_flushed_at_once(tmp_path):

@@ -185,7 +185,8 @@ def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Questio
 
 def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
-    pretrained = load_pretrained(options.model, options.policy.overrides)
+    adapters = with_saved(LoraConfig(path=options.lora.path))
+    pretrained = load_pretrained(options.model, options.policy.overrides, adapters.path)
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
     check_prompts(pretrained, questions)
     counts = answers_per_row([*questions, *left_out], options)
@@ -197,7 +198,6 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     if choice.name == "transformers":
         check_dtype(options.policy.dtype, world.device)
     check_weights(pretrained.model, world)
-    adapters = with_saved(LoraConfig(path=options.lora.path))
     if adapters.path:
         agree(world, lambda: check_adapters(adapters, pretrained.model))
     # An evaluation keeps its engine: what is installed later changes nothing when it goes on.

@@ -30,7 +30,7 @@ from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig
 from exgrpo.train.config.replay import ExperienceConfig
 from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
 from exgrpo.train.config.section import Folder, Section, Sources, Text
-from exgrpo.train.config.sources import ColumnNames, SourceConfigs
+from exgrpo.train.config.sources import ColumnNames, SourceConfigs, settings_of
 
 PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
 """What is chosen at the start of a run on GPUs by their memory, where it is not set."""
@@ -251,6 +251,13 @@ class Config(Section):
     def pass_tokens(self) -> int:
         """Tokens per forward pass and rank: what is set or planned, else so many that the longest sequence fits."""
         return self.optimizer.micro_batch_tokens or max(DEFAULT_PASS, self.longest)
+
+    @property
+    def common_stop(self) -> tuple[str, ...]:
+        """Strings that end the answers to the questions of every training source."""
+        own = [settings_of(source, self.data.sources).stop for source in self.data.train]
+        first, *others = [self.rollout.stop if of_source is None else of_source for of_source in own]
+        return tuple(string for string in first if all(string in other for other in others))
 
     @property
     def update_scores(self) -> bool:

@@ -10,8 +10,9 @@ import deepspeed
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.common.distributed import World, agree
@@ -271,6 +272,10 @@ class Policy:
         for group, rate, factor in zip(*groups, strict=True):  # the run may have other steps now, and so another rate
             group["lr"] = rate * factor(scheduler.last_epoch)
 
+    def end_with(self, ids: Sequence[int]) -> None:
+        """Have the models that are saved end their answers with any of these tokens."""
+        self.model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else list(ids)
+
     def save(self, folder: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's (all ranks must call it; rank 0 writes)."""
         adapters = self.merged is None and adapted_layers(self.model)
@@ -282,7 +287,11 @@ class Policy:
             save_adapters(folder, self.model, state)
         elif self.world.is_main:
             saved = self.model if self.merged is None else self.merged.to(self.model.dtype)
+            # Written here: transformers refuses to save flags without effect, with which some models come.
+            generation, saved.generation_config = saved.generation_config, GenerationConfig()
             saved.save_pretrained(folder, state_dict=state)
+            saved.generation_config = generation
+            generation.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 @dataclass(frozen=True, eq=False)

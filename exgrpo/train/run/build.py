@@ -67,7 +67,8 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     Raises:
         ExgrpoError: the model or its tokenizer cannot be used, or does not suit the questions.
     """
-    pretrained, data = load_pretrained(config.policy.path, config.policy.overrides), config.data
+    pretrained = load_pretrained(config.policy.path, config.policy.overrides, config.lora.path)
+    data = config.data
 
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
         progress = is_first_rank()
@@ -151,6 +152,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
         policy = Policy(config, pretrained.model, world)
+        policy.end_with(pretrained.ends(config.common_stop))
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
     decode, reward = pretrained.tokenizer.decode, config.reward.function

@@ -24,6 +24,7 @@ from exgrpo.train.config.recipe import to_yaml
 from exgrpo.train.data.questions import contradictions
 from exgrpo.train.metrics.display import Display
 from exgrpo.train.metrics.soundness import Soundness
+from exgrpo.train.policy.tokenizer import missing_end
 from exgrpo.train.run.build import Inputs, build, read_inputs
 from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, uploads, write_model
 from exgrpo.train.run.preflight import QUESTIONS, preflight
@@ -262,13 +263,14 @@ class Run:
     def _preflight(self, say: Callable[[str], None]) -> None:
         if self.config.preflight == "off":
             return
-        questions, sampling = self.inputs.train_set.first(QUESTIONS), self.trainer.sampling
+        config, questions = self.config, self.inputs.train_set.first(QUESTIONS)
+        end = missing_end(self.inputs.pretrained, config.common_stop) if config.data.chat else None
         try:
-            found, problem = preflight(self.config, self.answerer, questions, sampling)
+            found, problem = preflight(config, self.answerer, questions, self.trainer.sampling, end)
         except RewardError as error:  # training is worth nothing, as where the reward fails on all answers
             raise HaltError(str(error)) from None
         say(found)
-        if problem and self.config.preflight == "stop":
+        if problem and config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
         news = self.answerer.news()  # the problem says it, too
         for warning in [problem] if problem else news:

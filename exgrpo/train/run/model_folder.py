@@ -125,6 +125,8 @@ class Cards:
                 f"prioritise={_short(replay.prioritise)}, objective.weigh={_short(config.objective.weigh)})"
             )
         adapters = {"rank of the adapters": config.lora.rank} if config.lora.rank else {}
+        # Strings of several tokens are no end of sequence: whoever generates has to name them.
+        stop = {"strings that end an answer": ", ".join(f"`{string!r}`" for string in config.common_stop)}
         return {
             "base model": self.base,
             "method": method,
@@ -135,6 +137,7 @@ class Cards:
             "answers per question": config.rollout.samples,
             "learning rate": f"{config.optimizer.lr:g}",
             **adapters,
+            **(stop if config.common_stop else {}),
             "seed": config.seed,
             "versions": installed(*PACKAGES),
         }

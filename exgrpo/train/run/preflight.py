@@ -1,5 +1,6 @@
 """Before training: can the model's answers earn a reward at all? A run in which they cannot wastes days."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,9 +23,18 @@ SHOWN_CHARACTERS = 300
 
 
 def preflight(
-    config: Config, answerer: Answerer, questions: Sequence[Question], sampling: Sampling
+    config: Config,
+    answerer: Answerer,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    missing_end: str | None = None,
 ) -> tuple[str, str | None]:
     """Answer the first questions once each, as in training, and grade the answers; all ranks get the same.
+
+    Args:
+        config: of the run.
+        answerer, questions, sampling: as in training.
+        missing_end: with which the chat template ends an answer, where rollouts go on behind it; None: they do not.
 
     Returns:
         what became of the answers, in a sentence; and why no answer can earn a reward, or a reward never works, with
@@ -54,10 +64,13 @@ def preflight(
     hint = _hidden(hidden, form, rewards) if hidden else ""
     if hint:
         found += f"; {hint}"
+    unended = missing_end and _unended(missing_end, config)
+    if unended and (count := sum(missing_end in text for text in batch.text)):
+        found += f"; {count} go on behind {missing_end!r}: {unended}"
     problem = _broken(rewards, batch.counts.failures)
     if not (problem or right.any() or len(set(batch.reward.tolist())) > 1):
         example = given[0].response[-SHOWN_CHARACTERS:]
-        why = _unearned(config, batch, hint, formed, ", ".join(rewards))
+        why = _unearned(config, batch, unended, hint, formed, ", ".join(rewards))
         problem = why and f"{why}. One answer ends: {example!r}"
     return found, problem
 
@@ -71,8 +84,21 @@ def _hidden(count: int, form: str, rewards: Counter[str]) -> str:
     )
 
 
-def _unearned(config: Config, batch: StepBatch, hint: str, formed: int | None, rewards: str) -> str | None:
+def _unended(end: str, config: Config) -> str:
+    """The cause of answers that go on behind such an end, and the remedy."""
+    own = any(source.stop is not None for source in config.data.sources)
+    return (
+        f"the chat template ends an answer with {end!r}, which is no end of sequence of this model: add "
+        f"--rollout.stop {shlex.quote(end)}{', and name it in each stop of data.sources' if own else ''}"
+    )
+
+
+def _unearned(
+    config: Config, batch: StepBatch, unended: str | None, hint: str, formed: int | None, rewards: str
+) -> str | None:
     """Why no answer earns a reward, and the remedy; None: hard questions may need more answers than one."""
+    if unended and not batch.finished.any():
+        return f"none of {len(batch)} answers has ended, and none is right: {unended}"
     if hint:
         return (
             f"none of {len(batch)} answers earns a reward, but {hint}, or ask for the form that is read in "

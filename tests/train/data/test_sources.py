@@ -157,6 +157,22 @@ def test_a_source_may_have_a_reward_a_prompt_format_and_stop_strings_of_its_own(
         assert [settings_of(source, options.sources).stop for source in config.data.train] == [None, ("a", "b")]
 
 
+@pytest.mark.parametrize(
+    ("of_run", "own", "common"),
+    [
+        (["a", "c"], {"b": ["b", "a"]}, ("a",)),
+        (["a", "c"], {}, ("a", "c")),
+        ([], {"b": ["b"]}, ()),
+        (["a"], {"b": []}, ()),
+        (["a"], {"a": ["c", "b"], "b": ["b", "c"]}, ("c", "b")),
+    ],
+)
+def test_stop_strings_of_every_source_are_those_of_the_model(tmp_path, of_run, own, common):
+    config = of_two(tmp_path, *((name, {"stop": stop}) for name, stop in own.items()))
+    rollout = config.rollout.model_copy(update={"stop": tuple(of_run)})
+    assert config.model_copy(update={"rollout": rollout}).common_stop == common
+
+
 def test_the_reward_for_all_questions_is_that_of_every_source(tmp_path):
     config = of_two(tmp_path, ("b", {"reward": f"{tmp_path}/mine.py:score"}))
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "math"})})

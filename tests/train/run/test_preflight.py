@@ -2,15 +2,20 @@
 
 import dataclasses
 import re
+import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from exgrpo.train.common.functions import ASSETS
+from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import preflight
 from tests.train.configs import configured
 from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
 from tests.train.launch import MAIN, completed, launch
+from tests.train.policy.test_ends import END, PAD, with_another_end
 from tests.train.run.test_run import SMALL, records
 
 REWARD = """
@@ -64,7 +69,7 @@ class CuttingEngine(ScriptedEngine):
             yield Finished(answer.request, answer.sample, rollout)
 
 
-def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score"):
+def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score", sources=(), end=None):
     """A preflight on scripted answers: rewards and texts by the number of the question."""
     (tmp_path / "reward.py").write_text(REWARD)
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
@@ -74,8 +79,8 @@ def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score
     asked.grader = ScriptedGrader(lambda text: rewards.get(int(text.split()[0]) - 100, 0.0))
     if form:
         asked.decode = lambda ids: f"{ids[0]} " + ("boxed" if ids[0] - 100 in form else "plain")
-    config = configured({"reward": {"function": f"{tmp_path}/reward.py:{name}"}})
-    return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8))
+    config = configured({"reward": {"function": f"{tmp_path}/reward.py:{name}"}, "data": {"sources": sources}})
+    return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8), end)
 
 
 def test_it_counts_what_became_of_one_answer_to_each_of_the_first_questions(tmp_path):
@@ -106,6 +111,55 @@ def test_what_cannot_earn_a_reward_is_named_with_the_remedy(tmp_path, options, c
     _, problem = result(tmp_path, **options)
     assert re.search(cause, problem)
     assert re.search(r"One answer ends: '100 \w+'", problem)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_end_of_the_template_that_ends_no_answer_is_named_with_the_remedy(tmp_path, own):
+    sources = [{"source": "builtin:arithmetic", "stop": ["\n"]}] if own else []
+    remedy = (
+        "the chat template ends an answer with 'boxed', which is no end of sequence of this model: add --rollout.stop "
+        f"boxed{', and name it in each stop of data.sources' if own else ''}"
+    )
+    options = {"form": {0, 5}, "end": "boxed", "sources": sources}
+    found, problem = result(tmp_path, whole=0, **options)
+    assert found.endswith(f"0 are right; 2 go on behind 'boxed': {remedy}")
+    assert problem.startswith(f"none of 32 answers has ended, and none is right: {remedy}. One answer ends: ")
+    assert "max_tokens" not in problem
+    found, problem = result(tmp_path, whole=1, **options)
+    assert found.endswith(f"2 go on behind 'boxed': {remedy}")
+    assert problem is None, "one has ended"
+    found, _ = result(tmp_path, form={-1}, end="boxed")
+    assert "behind" not in found, "the model does not write it"
+
+
+def test_a_run_whose_template_has_another_end_than_its_model_stops_and_trains_with_it_as_a_stop(tmp_path):
+    """As the models that end an answer with <|im_end|>, and whose end of sequence is <|endoftext|>."""
+    model = with_another_end(shutil.copytree(ASSETS / "arithmetic", tmp_path / "model"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    arguments = (
+        *SMALL,
+        f"--recipe={DEFAULT_RUN}",
+        f"--policy.path={model}",
+        "--steps=1",
+        "--rollout.max_tokens=40",
+        f"--output.folder={tmp_path}",
+    )
+    done = launch(MAIN, *arguments, f"--reward.function={tmp_path}/reward.py:formless")
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert error.startswith(
+        "error: none of 32 answers has ended, and none is right: the chat template ends an answer with '<|end|>', "
+        "which is no end of sequence of this model: add --rollout.stop '<|end|>'. One answer ends: "
+    )
+    completed(MAIN, *arguments, "--output.name=stopped", "--rollout.stop=<|end|>")
+    folder = tmp_path / "stopped" / "model"
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    assert trained.generation_config.eos_token_id == [PAD, END]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": "What is 12 + 34?"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    (answer,) = trained.generate(**prompt, max_new_tokens=40, do_sample=False)
+    assert answer[-1] == END
+    assert (answer == END).sum() == 1
 
 
 @pytest.mark.parametrize("preflight", ["stop", pytest.param("warn", marks=pytest.mark.long)])

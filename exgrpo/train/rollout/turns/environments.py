@@ -10,14 +10,13 @@ from exgrpo.train.common.errors import ConfigError, RolloutError, shown
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.rollout import ENVIRONMENTS, EnvironmentConfig
 from exgrpo.train.data.questions import Question
+from exgrpo.train.policy.tokenizer import behind_an_answer
 from exgrpo.train.reward.contract import Columns, columns_of
 
 Reply = Callable[[str], str | None]
 """What the policy has written since the last reply, to what comes behind it; None: nothing."""
 Encode = Callable[[str, bool], TokenIds]
 """A reply, and whether the turn before it ended with an EOS token, to the token ids behind that turn."""
-_ASKED, _ANSWERED = "QUESTION", "ANSWER"
-"""Messages of a conversation that is only looked at."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,13 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
 
     def encode(text: str, closed: bool) -> TokenIds:
         """Behind a turn that an EOS token has not closed, the one of the template comes first."""
-        ids = _ids(tokenizer, _behind_an_answer(tokenizer, role, text))
+        try:
+            behind = behind_an_answer(tokenizer, {"role": role, "content": text})
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"environment.role: the chat template refuses messages of {role}: {shown(error)}"
+            ) from error
+        ids = _ids(tokenizer, behind)
         return ids[1:] if closed else ids
 
     first = encode("", False)[:1]
@@ -101,20 +106,6 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
             "two turns"
         )
     return encode
-
-
-def _behind_an_answer(tokenizer: Any, role: str, text: str) -> str:
-    """What the template writes between an answer and the next one, when a message of the role lies between them."""
-    conversation = [
-        {"role": "user", "content": _ASKED},
-        {"role": "assistant", "content": _ANSWERED},
-        {"role": role, "content": text},
-    ]
-    try:
-        written = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template may raise anything
-        raise ConfigError(f"environment.role: the chat template refuses messages of {role}: {shown(error)}") from error
-    return written.partition(_ASKED)[2].partition(_ANSWERED)[2]
 
 
 def _ids(tokenizer: Any, text: str) -> TokenIds:
