@@ -8,16 +8,14 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.gpu_model.constants import DEVICES
 from benchmarks.record import Record, Row, groups_of, read
 from benchmarks.record import write as write_record
-from exgrpo.kernels.dispatch import TRITON_INSTALLED
 
 FENCE = "````"
 """Around texts, which may have fences of three signs."""
@@ -159,27 +157,10 @@ def _parts(parts: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def with_predictions(record: Record) -> Record:
-    """A record with what the model of the GPU paths predicts, see docs/gpu_model.md; one that has it already keeps it.
-
-    The record holds it, since launch tables and the model change. Without Triton or for a GPU without a data sheet,
-    nothing is added.
-    """
-    known = record.machine.device in DEVICES and TRITON_INSTALLED
-    if not known or any("predicted" in row for row in record.rows):
-        return record
-    from benchmarks.gpu_model.measured import prediction_of  # which imports triton
-
-    found = [prediction_of(record.machine.device, row["group"], row.get("row", ""), record.date) for row in record.rows]
-    rows = [{**row, "predicted": one and one.seconds} for row, one in zip(record.rows, found, strict=True)]
-    return replace(record, rows=rows)
-
-
 def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
-    record = with_predictions(record)
     stem = f"{record.date}_{re.sub(r'[^a-z0-9]+', '-', record.machine.device.lower()).strip('-')}"
     folder.mkdir(parents=True, exist_ok=True)
     draw(record.rows, folder / f"{stem}.svg")
