@@ -11,9 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.races import Races
 from benchmarks.render import tables
-from benchmarks.timing import BUDGET
+from benchmarks.timing import BUDGET, Groups
 from exgrpo.tools.heads import default_backend
 
 VERSIONS = (
@@ -33,13 +32,13 @@ VERSIONS = (
 )
 
 
-RACES = pytest.StashKey[Races]()
+GROUPS = pytest.StashKey[Groups]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The sizes of the heads, and the time to spend."""
     parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: models' real sizes as well.")
-    parser.addoption("--rounds", type=int, default=5, help="Rounds of programs that take turns, such as trainers.")
+    parser.addoption("--rounds", type=int, default=5, help="Steps of trainers.")
     parser.addoption("--in-a-row", type=int, default=1, help="Calls of a head one after another in each round.")
     parser.addoption("--minutes", type=float, default=math.inf, help="Begin no group after so many minutes.")
 
@@ -64,7 +63,7 @@ def in_a_row(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def real_steps(benchmark: Any) -> None:
-    """For a benchmark that takes real steps of the trainer: it is skipped where none can be, or nobody measures."""
+    """Skip a benchmark that takes real steps of the trainer if none can be taken, or without --benchmark-only."""
     if benchmark.disabled:
         pytest.skip("it takes real steps, for minutes: only with --benchmark-only")
     if importlib.util.find_spec("deepspeed") is None:
@@ -78,14 +77,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def races(request: pytest.FixtureRequest) -> Races:
+def groups(request: pytest.FixtureRequest) -> Groups:
     """The groups measured so far."""
-    return request.config.stash[RACES]
+    return request.config.stash[GROUPS]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Rows in order of their medians; what they lack is in the tables of ours."""
-    config.stash[RACES] = Races(
+    config.stash[GROUPS] = Groups(
         ours=f"exgrpo {default_backend()}", deadline=time.monotonic() + 60 * config.getoption("minutes")
     )
     if config.getoption("benchmark_sort", None) is not None:
@@ -115,12 +114,12 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> None:
     """Rows that did not run are named with the reason."""
-    output_json["left_out"] = config.stash[RACES].left_out()
+    output_json["left_out"] = config.stash[GROUPS].left_out()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """What pytest-benchmark's table has no columns for."""
     console = Console(file=terminalreporter._tw._file, width=150)
-    for table in tables(config.stash[RACES].rows):
+    for table in tables(config.stash[GROUPS].rows):
         console.print(table)

@@ -1,8 +1,8 @@
 """Peak memory of a program with its children."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,41 +10,23 @@ import torch
 from exgrpo.kernels.timing import status
 
 
-def device_peak() -> dict[str, int]:
-    """`device_bytes`: the most that the tensors of this process have taken on its GPU; nothing where it uses none."""
-    return {"device_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
+def peak() -> dict[str, int]:
+    """Return the peak memory of this process so far, in bytes.
 
-
-@dataclass(frozen=True)
-class Peak:
-    """The most memory that a program has held at a time, in bytes.
-
-    Attributes:
-        own: of its process.
-        children: of the processes that it started and that still run, summed up. What they share counts in each, so
-            this is an upper bound.
-    """
-
-    own: int
-    children: int
-
-    @property
-    def total(self) -> int:
-        """Of all."""
-        return self.own + self.children
-
-
-def peak_of(pid: int) -> Peak:
-    """The peak of a running process so far.
+    On a GPU, `peak_bytes` is the most that tensors have taken there. Otherwise it is the largest resident memory of the
+    process and of the running processes that it started, and `children_bytes` is the part of the latter. Memory that
+    they share counts in each, so both are upper bounds.
 
     Raises:
-        OSError: there is none, or this system keeps no such mark.
+        OSError: the system keeps no such mark.
     """
+    if torch.cuda.is_initialized():
+        return {"peak_bytes": torch.cuda.max_memory_allocated()}
     children = 0
-    for child in _descendants(pid):
+    for child in _descendants(os.getpid()):
         with suppress(OSError):  # it has just ended
             children += status("VmHWM", child)
-    return Peak(status("VmHWM", pid), children)
+    return {"peak_bytes": status("VmHWM", os.getpid()) + children, "children_bytes": children}
 
 
 def _descendants(pid: int) -> Iterator[int]:

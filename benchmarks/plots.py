@@ -1,4 +1,4 @@
-"""The plots of a record: heads against the floor, scaling, the phases of a training step and how they grow."""
+"""The plots of a record: heads against the floor, scaling, and the phases and memory of a training step."""
 
 from pathlib import Path
 
@@ -25,8 +25,7 @@ def draw(rows: list[Row], path: Path) -> bool:
     scaling = [name for name in SCALED if any(row["group"].startswith(f"scaling of {name}") for row in rows)]
     steps = [row for row in rows if "phases" in row]
     memory = [row for row in steps if row.get("peak_bytes")]
-    growth = [name for name, of_group in groups.items() if any("growth" in row for row in of_group)]
-    panels = len(heads) + 2 * len(scaling) + bool(steps) + bool(memory) + len(growth)
+    panels = len(heads) + 2 * len(scaling) + bool(steps) + bool(memory)
     if not panels:
         return False
     lines = -(-panels // 2)
@@ -42,8 +41,6 @@ def draw(rows: list[Row], path: Path) -> bool:
         _phases(next(axes), steps)
     if memory:
         _memory(next(axes), memory)
-    for group in growth:
-        _growth(next(axes), group, groups[group])
     for empty in axes:
         empty.set_axis_off()
     figure.savefig(path, metadata={"Date": None})
@@ -92,15 +89,3 @@ def _memory(axes: Axes, rows: list[Row]) -> None:
 
 def _names(rows: list[Row]) -> list[str]:
     return [f"{row['group'].removeprefix('training step: ')}\n{row['row']}" for row in rows]
-
-
-def _growth(axes: Axes, group: str, rows: list[Row]) -> None:
-    for row in rows:
-        sizes = [int(size) for size in row["growth"]]
-        label = f"{row['row']}: size ^ {row['exponent']:.2f}"
-        axes.loglog(sizes, list(row["growth"].values()), marker="o", label=label)
-    axes.set_title(f"{group}: seconds of a step", loc="left", fontsize=9)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
-    axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)

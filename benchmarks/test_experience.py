@@ -142,20 +142,20 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
 
 @pytest.mark.parametrize("what", ["plan", "update", "count", "save a step's"])
 @pytest.mark.parametrize("size", SIZES)
-def test_experience(benchmark, races, experiences, tmp_path, size, what):
+def test_experience(benchmark, groups, experiences, tmp_path, size, what):
     if benchmark.disabled:
         size = SIZES[0]
     benchmark.group = f"experience: {what}"
     row = f"{size:,} trajectories"
     benchmark.extra_info |= {"row": row, "trajectories": size}
     timed(benchmark, experiences(size), what, tmp_path)()
-    report(races, benchmark)
+    report(groups, benchmark)
 
 
-def report(races, benchmark) -> None:
+def report(groups, benchmark) -> None:
     """Put a row into the tables at the end."""
     if not benchmark.disabled:
-        races.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})
+        groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})
 
 
 ALL = {"admit": "all", "expire": ()}
@@ -197,7 +197,7 @@ def filled_by():
 
 @pytest.mark.parametrize("what", ["plan", "take in", "settle"])
 @pytest.mark.parametrize("name", METHODS)
-def test_method(benchmark, races, filled_by, name, what):
+def test_method(benchmark, groups, filled_by, name, what):
     """A step of each method's own, beside a million stored answers in groups of K."""
     size = SIZES[0] if benchmark.disabled else SIZES[-1]
     experience = filled_by(name, size)
@@ -219,11 +219,11 @@ def test_method(benchmark, races, filled_by, name, what):
         benchmark.pedantic(replay.take_in, setup=asked, rounds=ROUNDS)
     else:
         benchmark.pedantic(replay.settle, setup=taken_in, rounds=ROUNDS)
-    report(races, benchmark)
+    report(groups, benchmark)
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000, 10_000])
-def test_memory(benchmark, races, tokens):
+def test_memory(benchmark, groups, tokens):
     """Bytes per token by what is allocated: 8 for its id and log-prob, and a trajectory's objects."""
     rng, count = np.random.default_rng(0), 1_000
     memory = Replay(Setting(ExperienceConfig(), SAMPLES), count, seed=0).memory
@@ -240,4 +240,4 @@ def test_memory(benchmark, races, tokens):
     finally:
         tracemalloc.stop()
     benchmark.extra_info |= {"row": f"{tokens:,} tokens a trajectory", "bytes_per_token": held / (count * tokens)}
-    report(races, benchmark)
+    report(groups, benchmark)

@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-def test_head(benchmark, races, sizes, device, case, implementation, in_a_row, request):
+def test_head(benchmark, groups, sizes, device, case, implementation, in_a_row, request):
     if benchmark.disabled:
         small = Case(case.operation, 64, 32, 500, case.dtype, case.active)
         if reason := implementation.missing(device):
@@ -73,4 +73,4 @@ def test_head(benchmark, races, sizes, device, case, implementation, in_a_row, r
     rows = [row for row in ROWS if isinstance(row, Floor) or row in selected]
     group = f"{case}, {in_a_row} calls in a row" if in_a_row > 1 else str(case)
     measured = partial(measure, case, rows, device, budget(sizes, device), in_a_row)
-    races.run(group, implementation.name, measured, benchmark)
+    groups.report(group, implementation.name, measured, benchmark)

@@ -89,9 +89,9 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_kept(benchmark, races, sizes, device, dtype, row):
+def test_kept(benchmark, groups, sizes, device, dtype, row):
     if benchmark.disabled:
         pytest.skip("its rows check each other when they are timed")
     shape = FULL_GPU if sizes == "full" and device.type == "cuda" else SHAPES[sizes]
     group = f"policy loss over kept sets {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-    races.run(group, row, partial(measure, shape, dtype, device, budget(sizes, device)), benchmark)
+    groups.report(group, row, partial(measure, shape, dtype, device, budget(sizes, device)), benchmark)

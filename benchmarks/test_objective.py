@@ -105,8 +105,8 @@ PAIRS = [(group, row) for group, (_, rows) in GROUPS_OF_ROWS.items() for row in 
 
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize(("group", "row"), PAIRS, ids=[f"{group}-{row}" for group, row in PAIRS])
-def test_around_the_head(benchmark, races, device, group, row):
+def test_around_the_head(benchmark, groups, device, group, row):
     if benchmark.disabled:
         pytest.skip("its rows check each other when they are timed")
     torch.manual_seed(0)
-    races.run(group, row, lambda: GROUPS_OF_ROWS[group][0](device), benchmark)
+    groups.report(group, row, lambda: GROUPS_OF_ROWS[group][0](device), benchmark)

@@ -80,8 +80,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-def test_rollouts(benchmark, races, tmp_path, model, options, row):
+def test_rollouts(benchmark, groups, tmp_path, model, options, row):
     def measure() -> Results:
         return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options(tmp_path)))
 
-    races.run(f"rollouts: {model}", row, measure, benchmark)
+    groups.report(f"rollouts: {model}", row, measure, benchmark)

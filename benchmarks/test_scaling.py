@@ -38,9 +38,10 @@ def measure(case: Case, device: torch.device, seconds: float) -> Results:
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize(("sweep", "case"), POINTS, ids=[f"{name}-{case}" for name, case in POINTS])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_scaling(benchmark, races, sizes, device, sweep, case, row):
+def test_scaling(benchmark, groups, sizes, device, sweep, case, row):
     if benchmark.disabled:
         small = Case(case.operation, 64, 32, 500, case.dtype)
         benchmark.pedantic(row.call(small, make_problem(small, device)))
         return
-    races.run(f"scaling of {sweep}: {case}", row.name, partial(measure, case, device, budget(sizes, device)), benchmark)
+    measured = partial(measure, case, device, budget(sizes, device))
+    groups.report(f"scaling of {sweep}: {case}", row.name, measured, benchmark)

@@ -3,17 +3,19 @@
 import importlib.util
 import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.programs import ProgramError, answer_of
 from benchmarks.timing import CLOCK
-from benchmarks.turns import Program, ProgramError, Turn, command, take_turns
 from benchmarks.workloads import Workload, workloads
 from exgrpo.kernels.timing import paired_ratio, paired_spread
 from exgrpo.tools.bench import Result, Results
 
+Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
 VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
 COMPILED, FP16 = "exgrpo with vllm, compiled layers", "exgrpo with vllm in fp16"
@@ -37,17 +39,17 @@ def missing(workload: Workload) -> dict[str, str]:
     return {**lacking, **of_gpus}
 
 
-def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
-    """The program of each row. All have the same model, questions and sizes."""
+def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]]]:
+    """Return the module and the options of each row's program. All have the same model, questions and sizes."""
     model, questions = workload.model(folder / "model"), folder / "questions.jsonl"
     workload.write_questions(questions)
 
-    def ours(row: str, ratio: float, engine: str, **more: str) -> list[str]:
+    def ours(row: str, ratio: float, engine: str, **more: str) -> tuple[str, list[str]]:
         options = {"experience.ratio": ratio, "rollout.engine": engine, **more}
-        return command("benchmarks.training_step", *workload.ours(model, questions, folder / row, **options))
+        return "benchmarks.training_step", workload.ours(model, questions, folder / row, **options)
 
     return {
-        TRL: command("benchmarks.trl_step", *workload.trl(model, questions, folder / TRL)),
+        TRL: ("benchmarks.trl_step", workload.trl(model, questions, folder / TRL)),
         ON_POLICY: ours(ON_POLICY, 0.0, "transformers"),
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
@@ -57,70 +59,65 @@ def commands(workload: Workload, folder: Path) -> dict[str, list[str]]:
     }
 
 
-def compared(turns: Sequence[Turn], others: Sequence[Turn], name: str) -> dict[str, object]:
-    """Time, time per generated token and memory of one row, over those of another."""
-    seconds, of_others = [turn.seconds for turn in turns], [turn.seconds for turn in others]
-    tokens, of_other_tokens = [per_token(turn) for turn in turns], [per_token(turn) for turn in others]
+def per_token(step: Facts) -> float:
+    """Seconds of a step by the tokens that were generated in it: the programs draw answers of different lengths."""
+    return step["seconds"] / step["generated_tokens"]
+
+
+def seconds_of(steps: Sequence[Facts]) -> list[float]:
+    """Seconds of each step."""
+    return [step["seconds"] for step in steps]
+
+
+def compared(steps: Sequence[Facts], others: Sequence[Facts], name: str) -> Facts:
+    """Return time, time per generated token and memory of one row, over those of another."""
     return {
-        f"times_{name}": paired_spread(seconds, of_others),
-        f"token_times_{name}": paired_spread(tokens, of_other_tokens),
-        f"memory_times_{name}": peak_bytes(turns[-1]) / peak_bytes(others[-1]),
+        f"times_{name}": paired_spread(seconds_of(steps), seconds_of(others)),
+        f"token_times_{name}": paired_spread([*map(per_token, steps)], [*map(per_token, others)]),
+        f"memory_times_{name}": steps[-1]["peak_bytes"] / others[-1]["peak_bytes"],
     }
 
 
-def per_token(turn: Turn) -> float:
-    """Seconds of a step by the tokens that were generated in it: the programs draw answers of different lengths."""
-    return turn.seconds / turn.facts["generated_tokens"]
-
-
-def results(turns: dict[str, list[Turn]]) -> Results:
-    """The rows from their turns."""
+def results(steps: dict[str, list[Facts]]) -> Results:
+    """Return the rows, from the facts of their steps."""
     rows = {}
-    for name, of_row in turns.items():
+    for name, of_row in steps.items():
         facts = {
-            "phases": {p: statistics.median(t.facts["phases"][p] for t in of_row) for p in of_row[0].facts["phases"]},
-            "replayed": statistics.mean(turn.facts.get("replayed", 0) for turn in of_row),
-            "generated_tokens": statistics.mean(turn.facts["generated_tokens"] for turn in of_row),
+            "phases": {p: statistics.median(step["phases"][p] for step in of_row) for p in of_row[0]["phases"]},
+            "replayed": statistics.mean(step.get("replayed", 0) for step in of_row),
+            "generated_tokens": statistics.mean(step["generated_tokens"] for step in of_row),
             "seconds_per_token": statistics.median(map(per_token, of_row)),
-            "children_bytes": None if "device_bytes" in of_row[0].facts else of_row[-1].peak.children,
-            "tokens_per_second": statistics.median(1 / per_token(turn) for turn in of_row),
+            "children_bytes": of_row[-1].get("children_bytes"),
+            "tokens_per_second": statistics.median(1 / per_token(step) for step in of_row),
         }
-        if all("mismatch" in turn.facts for turn in of_row):
-            facts["mismatch"] = statistics.mean(turn.facts["mismatch"] for turn in of_row)
-        if "mfu" in of_row[0].facts:
-            shares = of_row[0].facts["mfu"]
-            facts["mfu"] = {p: statistics.median(turn.facts["mfu"].get(p, 0.0) for turn in of_row) for p in shares}
-        if TRL in turns:
-            facts |= compared(of_row, turns[TRL], "trl")
-        if (without := WITHOUT_REPLAY.get(name)) in turns:
-            facts["times_on_policy"] = paired_ratio([t.seconds for t in of_row], [t.seconds for t in turns[without]])
-        rows[name] = Result(tuple(turn.seconds for turn in of_row), peak_bytes=peak_bytes(of_row[-1]), facts=facts)
+        if all("mismatch" in step for step in of_row):
+            facts["mismatch"] = statistics.mean(step["mismatch"] for step in of_row)
+        if shares := of_row[0]["mfu"]:
+            facts["mfu"] = {p: statistics.median(step["mfu"].get(p, 0.0) for step in of_row) for p in shares}
+        if TRL in steps:
+            facts |= compared(of_row, steps[TRL], "trl")
+        if (without := WITHOUT_REPLAY.get(name)) in steps:
+            facts["times_on_policy"] = paired_ratio(seconds_of(of_row), seconds_of(steps[without]))
+        rows[name] = Result(tuple(seconds_of(of_row)), peak_bytes=of_row[-1]["peak_bytes"], facts=facts)
     return rows
 
 
-def peak_bytes(turn: Turn) -> int:
-    """Memory of a program until a turn: of its GPU where it uses one, else of its processes."""
-    return turn.facts.get("device_bytes", turn.peak.total)
-
-
 def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int) -> Results:
-    """Steps of the chosen programs in turn, all of them in memory at once; or one program after the other."""
+    """Run the programs of the chosen rows one after the other."""
     rows = {row: Result(reason=reason) for row, reason in missing(workload).items()}
-    wanted = {row: one for row, one in commands(workload, folder).items() if row in chosen and row not in rows}
-    turns: dict[str, list[Turn]] = {}
-    for group in [wanted] if workload.together else [{row: one} for row, one in wanted.items()]:
-        with ExitStack() as running:
-            programs = {}
-            for row, of_row in group.items():
-                try:
-                    programs[row] = running.enter_context(Program(of_row, folder / f"{row}.log"))
-                except ProgramError as error:
-                    if row not in NEEDS:
-                        raise
-                    rows[row] = Result(failure=str(error))
-            if programs:
-                turns |= take_turns(programs, workload.warmup, rounds)
-    return rows | results(turns)
+    steps: dict[str, list[Facts]] = {}
+    for row, (module, options) in programs(workload, folder).items():
+        if row not in chosen or row in rows:
+            continue
+        try:
+            taken = answer_of(module, folder / f"{row}.json", *options, "--steps", str(workload.warmup + rounds))
+        except ProgramError as error:
+            if row not in NEEDS:
+                raise
+            rows[row] = Result(failure=str(error))
+        else:
+            steps[row] = taken[workload.warmup :]
+    return rows | results(steps)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -134,12 +131,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.mark.timeout(10800)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("row", ROWS)
-def test_training_step(benchmark, races, rounds, tmp_path, workload, row, request):
+def test_training_step(benchmark, groups, rounds, tmp_path, workload, row, request):
     chosen = [
         item.callspec.params["row"]
         for item in request.session.items
         if getattr(item, "callspec", None) and item.callspec.params.get("workload") == workload
     ]
-    order = "" if workload.together else ", one program after the other"
-    group = f"training step: {workload.name}{order}"
-    races.run(group, row, lambda: measure(workload, chosen, tmp_path, rounds), benchmark)
+    measured = partial(measure, workload, chosen, tmp_path, rounds)
+    groups.report(f"training step: {workload.name}", row, measured, benchmark)

@@ -1,13 +1,22 @@
-"""Times of rows that took turns, handed to pytest-benchmark; `exgrpo.kernels.timing` measures them.
+"""Rows that are measured together and reported to pytest-benchmark one by one.
 
-pytest-benchmark times one test after the other. Here the first row that asks has the whole group measured, round by
-round, and each test then reports its own times.
+pytest-benchmark times one test after the other. Here the first test of a group has the whole group measured, round by
+round (`exgrpo.kernels.timing`), and each test then reports the times of its own row.
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+
+from exgrpo.kernels.timing import paired_ratio
+from exgrpo.tools.bench import Results
+from exgrpo.tools.heads import FLOOR, OURS
 
 BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
 """Seconds of rounds per group on a CPU."""
@@ -21,21 +30,73 @@ def budget(sizes: str, device: torch.device) -> float:
 
 
 class Clock:
-    """A clock that stands still until it is told how long something took: a timer for pytest-benchmark."""
+    """A timer for pytest-benchmark that returns the time that it is set to."""
 
     __name__ = "interleaved"
     now = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.now
 
 
 CLOCK = Clock()
 
 
-def replay(benchmark: Any, seconds: Sequence[float]) -> None:
-    """Hand measured times to pytest-benchmark as one round each; its timer must be CLOCK."""
+@dataclass
+class Groups:
+    """The groups measured so far.
+
+    Attributes:
+        ours: name of the row that others are compared with.
+        deadline: time of `time.monotonic` after which no group is begun.
+        results: the rows of each group.
+        rows: what was reported, in the form of `record.Record.rows`.
+    """
+
+    ours: str
+    deadline: float = math.inf
+    results: dict[str, Results] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def left_out(self) -> dict[str, list[str]]:
+        """Return why rows did not run, by their names; what a row raised comes with its group."""
+        reasons: dict[str, list[str]] = {}
+        for group, results in self.results.items():
+            for row, result in results.items():
+                reason = result.reason or (f"{group}: {result.failure}" if result.failure else "")
+                if reason and reason not in reasons.get(row, []):
+                    reasons.setdefault(row, []).append(reason)
+        return reasons
+
+    def report(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
+        """Report a row to pytest-benchmark; `measure` returns all rows of a group that is not measured yet.
+
+        Skips the test if the row did not run, and fails it if the row is ours and raised an error.
+        """
+        if group not in self.results:
+            if time.monotonic() >= self.deadline:
+                pytest.skip("its time is up")
+            self.results[group] = measure()
+        results = self.results[group]
+        mine = results[row]
+        if mine.failure and row.startswith(OURS):
+            pytest.fail(mine.failure)
+        if not mine.seconds:
+            pytest.skip(mine.reason or mine.failure)
+        benchmark.group = group
+        benchmark.extra_info |= {"row": row, "peak_bytes": mine.peak_bytes, **mine.facts}
+        if FLOOR in results:
+            benchmark.extra_info["floor_over_time"] = paired_ratio(results[FLOOR].seconds, mine.seconds)
+        ours = results.get(self.ours)
+        if ours is not None and ours.seconds:
+            benchmark.extra_info["times_ours"] = paired_ratio(mine.seconds, ours.seconds)
+        self.rows.append({"group": group, "median": statistics.median(mine.seconds), **benchmark.extra_info})
+        _hand_over(benchmark, mine.seconds)
+
+
+def _hand_over(benchmark: Any, seconds: Sequence[float]) -> None:
+    """Give pytest-benchmark, whose timer must be CLOCK, measured times as one round each."""
     remaining = iter(seconds)
 
     def rewind() -> None:

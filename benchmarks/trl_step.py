@@ -1,14 +1,13 @@
-"""Training steps of TRL's GRPOTrainer in turns: `python -m benchmarks.trl_step [options]`.
+"""Training steps of TRL's GRPOTrainer: `python -m benchmarks.trl_step OUT.json [options]`.
 
-A turn is one generation with its optimiser steps, which is what exgrpo calls a training step.
+A training step is one generation with its optimiser steps. OUT.json gets what is known of each.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,35 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.memory import device_peak
-from benchmarks.turns import Facts, Turns
+from benchmarks.memory import peak
+from benchmarks.programs import coin
 from exgrpo.train.common.distributed import World
 from exgrpo.train.metrics.utilisation import PhaseClock, Utilisation, matrix_rate
 from exgrpo.train.policy.flops import Reading, forward_flops
-
-ENDLESS = 10**6
-"""Optimiser steps; the driver ends the program."""
 
 
 class TimedTrainer(GRPOTrainer):
     """GRPOTrainer with a clock around its phases."""
 
-    def start_turn(self) -> None:
+    def begin_step(self) -> None:
         """Begin to count."""
         self.clock, self.reward = PhaseClock(), 0.0
         self.readings: list[Reading] = []
 
-    def facts(self) -> Facts:
-        """What is known of the turn. What is no generation is the update."""
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of the step; everything but generation, rewards and scores is the update."""
         seconds = self.clock.seconds
         score = seconds["answers"] - seconds["generate"] - seconds["grade"]
-        update = seconds["turn"] - seconds["answers"]
+        update = seconds["step"] - seconds["answers"]
         phases = {"generate": seconds["generate"], "grade": seconds["grade"], "score": score, "update": update}
         tokens = sum(reading.written for reading in self.readings)
         return {
+            "seconds": seconds["step"],
             "phases": phases,
             "generated_tokens": tokens,
             "reward": self.reward,
             "mfu": self._shares(phases),
-            **device_peak(),
+            **peak(),
         }
 
     def _shares(self, phases: Mapping[str, float]) -> dict[str, float]:
@@ -82,43 +79,34 @@ class TimedTrainer(GRPOTrainer):
         return rewards
 
 
-class TakeTurns(TrainerCallback):
-    """Waits for its turn before every generation, and answers after its last optimiser step."""
+class Steps(TrainerCallback):
+    """Collects the facts of each training step, which ends with the last of its optimiser steps."""
 
-    def __init__(self, turns: Turns, updates: int) -> None:
-        self.turns = turns
+    def __init__(self, updates: int) -> None:
         self.updates = updates
+        self.facts: list[dict[str, Any]] = []
         self.trainer: TimedTrainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ready."""
-        self.turns.answer({})
-        self._wait()
+        """Begin the first step."""
+        self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After an optimiser step."""
+        """Called after each optimiser step."""
         if state.global_step % self.updates == 0:
-            self._turn.__exit__(None, None, None)
-            self.turns.answer(self.trainer.facts())
-            self._wait()
+            self._step.__exit__(None, None, None)
+            self.facts.append(self.trainer.facts())
+            self._begin()
 
-    def _wait(self) -> None:
-        if self.turns.wait() is None:
-            sys.exit()
-        self.trainer.start_turn()
-        self._turn = self.trainer.clock("turn")
-        self._turn.__enter__()
+    def _begin(self) -> None:
+        self.trainer.begin_step()
+        self._step = self.trainer.clock("step")
+        self._step.__enter__()
 
 
-def reward_of(name: str) -> Callable[..., list[float]]:
-    """A reward of exgrpo, module:function, as one of TRL."""
-    module, function = name.split(":")
-    score = getattr(importlib.import_module(module), function)
-
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [score(message[0]["content"], gold) for message, gold in zip(completions, answer, strict=True)]
-
-    return reward
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """Return `coin` of each completion, as TRL calls rewards."""
+    return [coin(message[0]["content"], gold) for message, gold in zip(completions, answer, strict=True)]
 
 
 def config_of(own: argparse.Namespace) -> GRPOConfig:
@@ -136,7 +124,7 @@ def config_of(own: argparse.Namespace) -> GRPOConfig:
         per_device_train_batch_size=own.pass_rows,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=own.updates * accumulation,
-        max_steps=ENDLESS,
+        max_steps=own.steps * own.updates,
         learning_rate=own.lr,
         lr_scheduler_type="constant",
         weight_decay=0.01,
@@ -152,28 +140,28 @@ def config_of(own: argparse.Namespace) -> GRPOConfig:
 def main(argv: list[str]) -> int:
     """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
     for name in ("model", "questions", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("groups", "samples", "max-tokens", "updates", "pass-rows"):
+    for name in ("steps", "groups", "samples", "max-tokens", "updates", "pass-rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--reward", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the passes; weights are fp32")
     own = parser.parse_args(argv)
-    turns = Turns()
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as exgrpo does
     rows = [json.loads(line) for line in own.questions.read_text(encoding="utf-8").splitlines()]
     questions = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
-    take_turns = TakeTurns(turns, own.updates)
+    steps = Steps(own.updates)
     trainer = TimedTrainer(
         str(own.model),
-        reward_of(own.reward),
+        reward,
         config_of(own),
         Dataset.from_list(questions),
-        callbacks=[take_turns],
+        callbacks=[steps],
     )
-    take_turns.trainer = trainer
+    steps.trainer = trainer
     trainer.train()
+    own.out.write_text(json.dumps(steps.facts), encoding="utf-8")
     return 0
 
 

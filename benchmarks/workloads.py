@@ -2,9 +2,10 @@
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.growth import END, PROMPT, questions_of, write_model
-from benchmarks.programs import QUIET, ROOT
-from benchmarks.word_problems import word_problems
+from benchmarks.programs import QUIET, REWARD, ROOT
 
 RECIPE = ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"
 QUESTIONS = 6000
+PROMPT = 32
+"""Tokens of a question for random models."""
+END = 0
+"""The token that ends an answer; random models never sample it."""
+STEADY = 4.0
+"""First value of every hidden state of a random model: a part of every logit, and large logits are coarse in bf16."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,11 @@ class Workload:
         max_prompt_tokens: longest prompt.
         updates: optimiser steps per training step.
         lr: learning rate.
-        reward: module:function of benchmarks.
         pass_tokens: padded tokens per forward pass of exgrpo; None: by its plan of the memory.
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
-        warmup: rounds that are not counted: in them memory is taken, and the experience gets something to replay.
+        warmup: steps that are not counted: in them memory is taken, and the experience gets something to replay.
         dtype: compute dtype, fp32 or bf16; masters stay fp32.
-        together: whether all programs are in memory at once and take turns; else they run one after the other.
         options: further ones of exgrpo, by name.
     """
 
@@ -55,13 +61,11 @@ class Workload:
     max_prompt_tokens: int
     updates: int
     lr: float
-    reward: str
     pass_tokens: int | None
     pass_rows: int
     batch_tokens: int
     warmup: int
     dtype: str = "fp32"
-    together: bool = True
     options: Mapping[str, object] = field(default_factory=dict)
 
     def write_questions(self, path: Path) -> None:
@@ -78,7 +82,7 @@ class Workload:
             "data.train_limit": QUESTIONS,
             "data.max_prompt_tokens": self.max_prompt_tokens,
             "questions": self.groups,
-            "reward.function": self.reward,
+            "reward.function": REWARD,
             "rollout.samples": self.samples,
             "rollout.max_tokens": self.max_tokens,
             "rollout.batch_tokens": self.batch_tokens,
@@ -99,7 +103,6 @@ class Workload:
             "model": model,
             "questions": questions,
             "output": output,
-            "reward": self.reward,
             "groups": self.groups,
             "samples": self.samples,
             "max-tokens": self.max_tokens,
@@ -142,31 +145,65 @@ DEFAULT = Workload(
     max_prompt_tokens=64,
     updates=2,
     lr=1e-4,
-    reward="benchmarks.boxed:score",
     pass_tokens=16384,
-    # Tried in turns: 32, 64, 128 and 256, with as much accumulation as that leaves. 256, without any, is the fastest,
+    # Tried: 32, 64, 128 and 256, with as much accumulation as that leaves. 256, without any, is the fastest,
     # by 2 % to 128, 5 % to 64 and 7 % to 32. It takes the most memory: 1684 MiB, and the others 1312, 1084 and 1033.
     pass_rows=256,
     batch_tokens=32768,
     warmup=3,
 )
-# Its answers are hardly ever right, which would leave nothing to learn from: half of them are taken for right ones.
 SMOLLM2 = Workload(
     name="SmolLM2-135M",
     model=smollm2,
-    questions=lambda: word_problems(QUESTIONS, 0),
+    questions=arithmetic_questions,
     groups=4,
     samples=8,
     max_tokens=128,
     max_prompt_tokens=192,
     updates=2,
     lr=1e-6,
-    reward="benchmarks.coin:score",
     pass_tokens=1024,  # about a question's eight answers
     pass_rows=8,
     batch_tokens=16384,
     warmup=1,
 )
+
+
+@torch.no_grad()
+def write_model(config: LlamaConfig, folder: Path) -> None:
+    """Write a random model that never ends an answer, with a tokenizer of a word for each entry of the vocabulary.
+
+    The first value of its hidden states is STEADY for every token, since no layer writes there, and the head reads it
+    with a negative weight for END alone.
+
+    Args:
+        config: of a Llama with a tied head; END has to end an answer.
+        folder: for the files.
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.weight[:, 0] = STEADY
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    model.lm_head.weight[END, 0] = -STEADY
+    model.save_pretrained(folder)
+    words = {"<end>": END, **{f"w{i}": i for i in range(1, config.vocab_size)}}
+    tokens = Tokenizer(WordLevel(words, unk_token="w1"))
+    tokens.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token="<end>", pad_token="<end>", bos_token="<end>"
+    )
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+
+
+def random_questions(vocabulary: int, count: int = 4000) -> Iterator[dict[str, str]]:
+    """Yield questions of PROMPT words of a random model's vocabulary."""
+    rng = random.Random(0)
+    for _ in range(count):
+        words = " ".join(f"w{rng.randrange(1, vocabulary)}" for _ in range(PROMPT))
+        yield {"question": words, "answer": "w1"}
 
 
 def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Path:
@@ -198,17 +235,15 @@ def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Pat
 
 
 def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
-    """Answers never end: all have `max_tokens`, of every program. Half of them are taken for right ones."""
+    """A workload whose answers never end: all have `max_tokens`, in every program."""
     return Workload(
         name=name,
         model=partial(qwen, shape, vocabulary),
-        questions=partial(questions_of, vocabulary),
+        questions=partial(random_questions, vocabulary),
         max_prompt_tokens=PROMPT,
         updates=2,
         lr=1e-6,
-        reward="benchmarks.coin:score",
         warmup=1,
-        together=False,
         **sizes,
     )
 

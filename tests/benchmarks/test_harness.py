@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.races import Races
 from benchmarks.record import Machine, Record, read, write
 from benchmarks.render import RESULTS, grids, main, markdown
+from benchmarks.timing import Groups
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
 from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
@@ -156,9 +156,9 @@ def test_a_row_that_fails_says_why_and_the_others_go_on():
     ("row", "outcome"), [("a peer", pytest.skip.Exception), ("exgrpo torch", pytest.fail.Exception)]
 )
 def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
-    races = Races(ours="exgrpo torch")
+    groups = Groups(ours="exgrpo torch")
     with pytest.raises(outcome, match="RuntimeError: broken"):
-        races.run("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
+        groups.report("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
 
 
 @pytest.mark.parametrize("mebibytes", [40, 200])

@@ -34,6 +34,8 @@ def test_the_recipe_takes_real_steps(model, tmp_path):
     """In float32: a processor without products of bfloat16 would need ten minutes."""
     if not GSM8K.exists():
         pytest.skip(f"the GSM8K rows are not there: {GSM8K}")
+    reward = tmp_path / "by_letters.py"  # so short, no answer is right, and nothing would be learnt
+    reward.write_text("def score(response, gold):\n    return float(response.count('e') % 2)\n")
     done = completed(
         MAIN,
         "--recipe=recipes/smollm2_gsm8k.yaml",
@@ -43,7 +45,7 @@ def test_the_recipe_takes_real_steps(model, tmp_path):
         "--questions=2",
         "--rollout.samples=4",
         "--rollout.max_tokens=24",
-        "--reward.function=benchmarks.coin:score",  # so short, no answer is right, and nothing would be learnt
+        f"--reward.function={reward}:score",
         "--policy.dtype=fp32",
         "--rollout.engine=transformers",
         "--preflight=off",

@@ -1,0 +1,134 @@
+"""Training steps: programs of their own, their memory, and how their rows are compared."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import test_training_step
+from benchmarks.plots import draw
+from benchmarks.programs import ROOT, ProgramError, answer_of
+from benchmarks.render import grids
+from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
+from benchmarks.workloads import END, ON_GPU, PROMPT, TINY, write_model
+
+FAKE = """
+import os, signal, sys
+def main(argv):
+    print("a library greets")
+    if argv[1] == "fail":
+        sys.exit("out of luck")
+    if argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    open(argv[0], "w").write('{"asked": "' + argv[1] + '"}')
+    return 0
+"""
+
+
+def test_a_program_answers_or_says_why_it_does_not(tmp_path, monkeypatch):
+    (tmp_path / "fake_program.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert answer_of("fake_program", tmp_path / "out.json", "x") == {"asked": "x"}
+    with pytest.raises(ProgramError, match="ended with exit status 1:\na library greets\nout of luck"):
+        answer_of("fake_program", tmp_path / "out.json", "fail")
+    with pytest.raises(ProgramError, match=r"exit status -9 \(killed: is there enough memory\?\)"):
+        answer_of("fake_program", tmp_path / "out.json", "killed")
+
+
+PEAKS = """
+import json, subprocess, sys
+from benchmarks.memory import peak
+found = [peak()]
+held = bytearray(512 << 20)
+del held
+found.append(peak())
+code = "import sys; held = bytearray(64 << 20); del held; print('ready', flush=True); sys.stdin.read()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+found.append(peak())
+child.kill()
+print(json.dumps(found))
+"""
+
+
+def test_the_peak_of_a_program_has_that_of_its_children():
+    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=True)
+    begin, held, beside = json.loads(done.stdout)
+    assert begin["children_bytes"] == held["children_bytes"] == 0
+    # The imports may have held some memory that is free again; an interpreter without torch takes less than 48 MiB.
+    assert held["peak_bytes"] - begin["peak_bytes"] == pytest.approx(512 << 20, abs=64 << 20)
+    assert 64 << 20 <= beside["children_bytes"] <= (64 + 48) << 20
+    assert beside["peak_bytes"] - beside["children_bytes"] == pytest.approx(held["peak_bytes"], abs=16 << 20)
+
+
+def step(seconds, tokens, phases, own=100, children=0, **facts):
+    memory = {"peak_bytes": (own + children) << 20, "children_bytes": children << 20}
+    return {"seconds": seconds, "phases": phases, "generated_tokens": tokens, "mfu": {}, **memory, **facts}
+
+
+def test_rows_of_a_training_step_are_compared_with_trl(tmp_path):
+    steps = {
+        TRL: [step(load * 4.0, 100, {"generate": 3.0, "update": 1.0}) for load in (1, 5, 2)],
+        ON_POLICY: [step(load * 3.0, 100, {"generate": 2.0, "update": 1.0}, 120, 30) for load in (1, 5, 2)],
+        EXGRPO: [step(load * 2.0, 50, {"generate": 1.0, "push": 1.0}, 120, replayed=4) for load in (1, 5, 2)],
+    }
+    rows = test_training_step.results(steps)
+    assert rows[EXGRPO].facts["times_trl"] == (0.5, 0.5, 0.5)
+    assert rows[EXGRPO].facts["token_times_trl"] == (1.0, 1.0, 1.0)
+    assert rows[EXGRPO].facts["times_on_policy"] == pytest.approx(2 / 3)
+    assert rows[ON_POLICY].facts["memory_times_trl"] == 1.5
+    assert rows[ON_POLICY].peak_bytes == 150 << 20
+    reported = [
+        {"group": "training step: x", "row": name, "median": 1.0, "peak_bytes": row.peak_bytes, **row.facts}
+        for name, row in rows.items()
+    ]
+    (grid,) = grids(reported)
+    assert {"time / TRL", "peak MiB", "in children", "peak / TRL"} <= set(grid.header)
+    assert "0.75 (0.75 to 0.75)" in next(line for line in grid.lines if line[0] == ON_POLICY)
+    assert draw(reported, tmp_path / "plots.svg")
+
+
+def test_a_step_with_replay_is_measured_by_phase(tmp_path):
+    row = test_training_step.measure(TINY, [EXGRPO], tmp_path, rounds=1)[EXGRPO]
+    facts, (seconds,) = row.facts, row.seconds
+    assert {"generate", "score", "update"} < facts["phases"].keys()
+    assert 0 < sum(facts["phases"].values()) < seconds
+    answers, length = TINY.groups * TINY.samples, TINY.max_tokens  # the answers never end
+    assert facts["replayed"]
+    assert facts["generated_tokens"] == (answers - facts["replayed"]) * length
+    assert facts["mfu"]["update"] > 0
+
+
+def test_a_step_of_trl_is_measured_by_phase(tmp_path):
+    pytest.importorskip("trl", reason="trl is not installed")
+    row = test_training_step.measure(TINY, [TRL], tmp_path, rounds=2)[TRL]
+    assert len(row.seconds) == 2, row.failure
+    assert {"generate", "grade", "score", "update"} == row.facts["phases"].keys()
+    assert row.facts["generated_tokens"] == TINY.groups * TINY.samples * TINY.max_tokens
+    assert row.facts["times_trl"] == (1.0, 1.0, 1.0)
+
+
+def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert test_training_step.missing(ON_GPU[0]) == {
+        TRL: "trl is not installed: pip install trl==1.16.0",
+        **dict.fromkeys((VLLM, *test_training_step.ON_GPU), "vllm is not installed: pip install vllm"),
+    }
+    steps = {ON_POLICY: [step(3.0, 100, {"update": 1.0})], EXGRPO: [step(2.0, 50, {"update": 1.0})]}
+    assert "times_trl" not in test_training_step.results(steps)[EXGRPO].facts
+
+
+def test_random_models_never_end_an_answer(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END)
+    write_model(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **sizes, **ends), tmp_path)
+    model, tokenizer = LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    prompt = " ".join(f"w{i}" for i in range(1, PROMPT + 1))
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    assert ids.tolist() == [list(range(1, PROMPT + 1))]
+    probabilities = torch.softmax(model(ids).logits.double(), -1)
+    assert probabilities[..., END].max() < 1e-12
+    assert (probabilities[..., 1:].max(-1).values < 0.01).all()  # the others are about equally likely
