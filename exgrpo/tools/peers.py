@@ -1,7 +1,7 @@
 """Other people's implementations, each called as its documentation says; what cannot run here says why.
 
 On GPUs their Triton kernels run; on a CPU those that have a path without Triton. quack-kernels and Liger's kernels for
-Hopper need more: `python -m benchmarks.gpu_day --wheels` lists it.
+Hopper need what the Makefile names GPU_PEERS.
 """
 
 import importlib

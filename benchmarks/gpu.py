@@ -1,0 +1,300 @@
+"""All that is measured on a GPU, in one program: `python -m benchmarks.gpu --minutes 25`.
+
+The parts run in the order of their worth, as far as the time goes. Each part writes into one record when it ends,
+OUTPUT/DATE_DEVICE.json, with a page (.md) and plots (.svg); OUTPUT/PART.log has what the part printed. The next call
+goes on with the newest record of the device: finished parts are skipped, and parts that failed or took too long come
+last. The exit status is 0 if no part failed.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.programs import ROOT
+from benchmarks.record import Machine, Record, read
+from benchmarks.render import seconds, slug, write
+from exgrpo.tools.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
+
+GRACE = 30.0
+"""Seconds from the interrupt of a part to its end: pytest still writes its report."""
+MEASURING = 0.8
+LEAST = 0.25
+"""Shares of a part's time: after the one, a benchmark begins no further group; without the other, no part is begun."""
+TAUGHT = "runs/models/SmolLM2-135M-countdown"
+REMEDIES = {
+    "xdist": "pip install '.[test]'",
+    "pytest_benchmark": "pip install '.[bench]'",
+    "deepspeed": "pip install '.[train]'",
+    "vllm": "pip install '.[vllm]'",
+    "ncu": "Nsight Compute comes with the CUDA toolkit",
+    TAUGHT: "studies/long_answers.yaml says how it is made",
+}
+"""Modules, a program and a folder that parts may need, with what brings them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: of the part and its files.
+        minutes: limit.
+        command: as in a shell; `python` is this interpreter, {result} the file that the part leaves, and {minutes} the
+            time after which it begins nothing more.
+        full: further words on a GPU.
+        tiny: further words in the rehearsal.
+        result: suffix of its file, .json of pytest-benchmark or a text; "" for none.
+        needs: keys of REMEDIES, with spaces between.
+        expects: regular expression that a text has to match.
+    """
+
+    name: str
+    minutes: float
+    command: str
+    full: str = ""
+    tiny: str = ""
+    result: str = ""
+    needs: str = ""
+    expects: str = ""
+
+    def words(self, rehearse: bool, result: Path, minutes: float) -> list[str]:
+        """Return the command line of a part that has so many minutes."""
+        words = shlex.split(f"{self.command} {self.tiny if rehearse else self.full}")
+        filled = [word.format(result=result, minutes=f"{MEASURING * minutes:.2f}") for word in words]
+        return [sys.executable if word == "python" else word for word in filled]
+
+    def missing(self) -> str:
+        """Return what the part needs and does not find, with the remedy; "" if nothing is missing."""
+        lacking = [need for need in self.needs.split() if not _found(need)]
+        return "; ".join(f"left out, it needs {need}: {REMEDIES[need]}" for need in lacking)
+
+
+def _found(need: str) -> bool:
+    if "/" in need:
+        return (ROOT / need).is_dir()
+    return bool(shutil.which(need) if need == "ncu" else find_spec(need))
+
+
+PYTEST = "python -m pytest -q -p no:cacheprovider"
+
+
+def benchmark(name: str, minutes: float, file: str, full: str, tiny: str, needs: str = "") -> Part:
+    """Return the part that runs a file of benchmarks."""
+    command = f"{PYTEST} benchmarks/{file} --benchmark-only --benchmark-json={{result}} --minutes={{minutes}}"
+    return Part(name, minutes, command, full, f"--sizes=tiny {tiny}", ".json", f"pytest_benchmark {needs}")
+
+
+def profile(name: str, kernels: str) -> Part:
+    """Return the part that has Nsight Compute look at the first launch of one of some kernels."""
+    sections = "--section SpeedOfLight --section LaunchStats --section Occupancy --section MemoryWorkloadAnalysis"
+    command = (
+        f"ncu --profile-from-start off --clock-control none --launch-count 1 {sections} --log-file {{result}}"
+        f" --kernel-name 'regex:{kernels}' python -c 'from benchmarks.gpu import profiled; profiled()'"
+    )
+    return Part(name, 3, command, result=".txt", needs="ncu", expects=r"Context \d+, Stream \d+")
+
+
+HOST_TESTS = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_launch_tuner.py", "test_extension.py")
+"""Tests of the kernels that use no device: they emulate it, or compile for several."""
+IGNORED = " ".join(f"'--ignore-glob=tests/kernels/{files}'" for files in HOST_TESTS)
+# Without the one thread, pytest's workers would wait for the processes of torch's compiler at their end.
+KERNELS = f"env TORCHINDUCTOR_COMPILE_THREADS=1 {PYTEST} -n {min(8, (os.cpu_count() or 2) // 2)}"
+IN_A_ROW = "--sizes=full --in-a-row=20 -k 'policy_loss and bfloat16 and not entropy and not active'"
+TUNE = "python -m exgrpo.kernels.tune --output {result}"
+TINY_TUNE = "--shapes 4,16,128 --dtype float32 --minutes 0.02"
+LONG_ANSWERS = "python -m studies.run studies/long_answers.yaml"
+STEPS = "test_training_step.py"
+PARTS = (
+    Part("doctor", 4, "python -m exgrpo.tools.doctor --output {result}", "", "--only versions", ".md", "deepspeed"),
+    Part("kernels", 8, KERNELS, f"tests/kernels {IGNORED}", "tests/kernels/test_reference.py", needs="xdist"),
+    benchmark("head", 8, "test_head.py", "--sizes=full", "-k 'exgrpo or floor or verl'"),
+    benchmark("head_in_a_row", 6, "test_head.py", IN_A_ROW, "--in-a-row=3 -k 'floor or torch'"),
+    benchmark("step_0.5", 14, STEPS, "--sizes=full --rounds=2 -k 0.5B", "--rounds=1 -k 'not vllm'", "deepspeed"),
+    benchmark("step_1.5", 14, STEPS, "--sizes=full --rounds=2 -k 1.5B", "--rounds=1 -k on-policy", "deepspeed"),
+    profile("product_profile", "product_kernel|exponentials_kernel"),
+    profile("rows_profile", "entropy_kernel|gradient_kernel"),
+    benchmark("rollouts", 12, "test_rollouts.py", "--sizes=full", "-k fp32", "deepspeed vllm"),
+    Part("launch_table", 12, TUNE, "--minutes {minutes}", TINY_TUNE, ".toml"),
+    Part("study", 60, LONG_ANSWERS, "--workers 10", "--plan", needs=f"deepspeed {TAUGHT}"),
+)
+
+
+def profiled() -> None:
+    """Compute a policy loss with entropy bonus and its gradients: once as a warm-up, and once between marks for ncu."""
+    case = Case(WITH_ENTROPY, 8192, 1536, 151936, torch.bfloat16)
+    once = Ours(default_backend()).call(case, make_problem(case, torch.device("cuda")))
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    once()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def run(words: Sequence[str], more: dict[str, str], limit: float, log: Path) -> int | None:
+    """Run a command in the repository's root; return its exit status, or None if its seconds were up.
+
+    It is interrupted at its limit, and killed after GRACE. All that it has started ends with it.
+    """
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env={**os.environ, **more}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def problem_of(part: Part, status: int | None, result: Path, log: Path) -> str:
+    """Return why a part that has ended is not finished; "" if it is."""
+    lines = log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}{os.sep}", "").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    if status != 0:
+        return f"its time was up: {last}" if status is None else f"exit status {status}: {last}"
+    if part.result and not result.exists():
+        return "it left no result"
+    if part.expects and not re.search(part.expects, text := result.read_text(encoding="utf-8")):
+        return f"it measured nothing: {next((line for line in text.splitlines() if 'ERROR' in line), text.strip())}"
+    return ""
+
+
+def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: float) -> Record:
+    """Run a part, which has at most so many minutes; return the record with all that it has left."""
+    result, log = folder / f"{part.name}{part.result}", folder / f"{part.name}.log"
+    if part.result:
+        result.unlink(missing_ok=True)
+    limit = min(part.minutes, minutes)
+    print(f"{part.name}, at most {seconds(60 * limit)}", flush=True)
+    begin = time.monotonic()
+    status = run(part.words(rehearse, result, limit), {"TRITON_INTERPRET": "1"} if rehearse else {}, 60 * limit, log)
+    took, problem = round(time.monotonic() - begin, 1), problem_of(part, status, result, log)
+    print(f"  {seconds(took)}, {problem or 'finished'}", flush=True)
+    entry: dict[str, Any] = {"name": part.name, "title": part.name, "problem": problem, "seconds": took}
+    entry |= {"date": str(datetime.date.today()), "revision": revision()}
+    if part.result == ".json" and result.exists():
+        record = joined(record, part.name, read(result))
+    elif part.result and result.exists():
+        lines = result.read_text(encoding="utf-8").splitlines()
+        entry["text"] = "\n".join(line for line in lines if not line.startswith("==PROF=="))
+    return replace(record, parts=[one for one in record.parts if one["name"] != part.name] + [entry])
+
+
+def joined(record: Record, part: str, measured: Record) -> Record:
+    """Return the record with the rows that a part has measured; its earlier ones go. The first date stays."""
+    rows = [row for row in record.rows if row.get("part") != part]
+    rows += [{**row, "part": part} for row in measured.rows]
+    reasons = {name: list(of_row) for name, of_row in record.left_out.items()}
+    for name, of_row in measured.left_out.items():
+        reasons[name] = list(dict.fromkeys([*reasons.get(name, []), *of_row]))
+    return replace(measured, date=record.date, rows=rows, left_out=reasons, parts=record.parts)
+
+
+def revision() -> str:
+    """Return the commit of the working tree, with `+` if it has changes; "" if it is not known."""
+    with suppress(OSError):
+        words = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+def problems(record: Record) -> dict[str, str]:
+    """Return why parts that were begun are not finished, by name; "" for those that are."""
+    return {one["name"]: one["problem"] for one in record.parts if "date" in one}
+
+
+def save(record: Record, folder: Path) -> Path:
+    """Write the record, with an entry for each part in their order, and its page; return the page."""
+    known = {one["name"]: one for one in record.parts if "date" in one}
+    new = {part.name: part.missing() or "not begun yet" for part in PARTS}
+    entries = [known.get(name) or {"name": name, "title": name, "problem": problem} for name, problem in new.items()]
+    return write(replace(record, parts=entries), folder)
+
+
+def begun(folder: Path, device: str) -> Record:
+    """Return the newest record of a device in a folder; an empty one of today if there is none.
+
+    Raises:
+        ValueError: the file is no record.
+    """
+    found = sorted(folder.glob(f"*_{slug(device)}.json"))
+    if not found:
+        machine = Machine(device, "unknown", "unknown", 0, "unknown", {})
+        return Record(str(datetime.date.today()), "", False, machine, [])
+    try:
+        return read(found[-1])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{found[-1]} is no record ({error}): name another --output, or remove it") from None
+
+
+def measure(record: Record, chosen: Sequence[Part], folder: Path, rehearse: bool, deadline: float) -> bool:
+    """Run parts as far as the time goes, and write the record after each; return whether one has failed."""
+    failed: list[str] = []
+    for part in chosen:
+        left = (deadline - time.monotonic()) / 60
+        if reason := part.missing():
+            print(f"{part.name}: {reason}")
+        elif left <= (0 if rehearse else LEAST * part.minutes):
+            print(f"{part.name}: not begun, {max(0.0, left):.1f} minutes are left")
+        else:
+            record = take(record, part, folder, rehearse, left)
+            failed += filter(None, [problems(record)[part.name]])
+            save(record, folder)
+    print(save(record, folder))
+    return bool(failed)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; return its exit status."""
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all parts of this call (%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=names, default=(), help="run these, finished or not")
+    parser.add_argument("--output", type=Path, help="folder of all results (runs/gpu)")
+    parser.add_argument("--rehearse", action="store_true", help="every part tiny, also on a CPU (runs/gpu_rehearsal)")
+    options = parser.parse_args(argv)
+    on_gpu = torch.cuda.is_available()
+    folder = (options.output or ROOT / "runs" / ("gpu_rehearsal" if options.rehearse else "gpu")).resolve()
+    try:
+        if not on_gpu and not options.rehearse:
+            raise ValueError("there is no CUDA device; --rehearse tries the parts on the CPU")
+        record = begun(folder, torch.cuda.get_device_name() if on_gpu else "cpu")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    before = problems(record)
+    left = [part for part in PARTS if before.get(part.name, "not begun")]
+    left.sort(key=lambda part: part.name in before)  # those that have failed come last
+    chosen = [part for part in PARTS if part.name in options.parts] or left
+    try:
+        return int(measure(record, chosen, folder, options.rehearse, time.monotonic() + 60 * options.minutes))
+    except KeyboardInterrupt:
+        print("stopped: the next call goes on with this part")
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

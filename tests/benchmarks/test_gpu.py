@@ -1,0 +1,205 @@
+"""The program for a GPU, on a CPU: parts run in their order, go on after a stop, and one that fails stops no other."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from benchmarks import gpu, record
+from benchmarks.gpu import PARTS, Part
+from benchmarks.programs import ROOT
+from benchmarks.render import markdown
+from exgrpo.kernels.triton_chunks import launch
+
+# Within a test that pytest-xdist runs, pytest-benchmark would take the program for one of its workers.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
+def started(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
+        cwd=ROOT,
+        env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+
+
+def python(name, code, **fields):
+    """A part that is a line of Python."""
+    return Part(name, 1, f'python -c "{code}"', **fields)
+
+
+def call(monkeypatch, folder, *parts, words=()):
+    """The exit status of a rehearsal that has these parts alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    return gpu.main(["--rehearse", "--output", str(folder), *words])
+
+
+def written(folder):
+    (path,) = folder.glob("*_cpu.json")
+    assert path.with_suffix(".md").read_text() == markdown(record.read(path))
+    return record.read(path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2000)
+def test_a_rehearsal_leaves_everything_there_is_to_leave(tmp_path):
+    done = started("--rehearse", "--output", str(tmp_path), "--minutes", "25")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)
+    finished = {name for name, problem in gpu.problems(found).items() if not problem}
+    assert finished == {part.name for part in PARTS if not part.missing()}
+    assert {"floor", "exgrpo torch"} <= {row["row"] for row in found.rows}
+    assert "cpu" in launch.TABLE.read(tmp_path / "launch_table.toml")
+    again = started("--rehearse", "--output", str(tmp_path))  # nothing is left to do
+    assert again.returncode == 0
+    assert "at most" not in again.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_program_says_so(tmp_path, capsys):
+    assert gpu.main(["--output", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == "error: there is no CUDA device; --rehearse tries the parts on the CPU\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_part_has_a_command_that_can_be_written_down():
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert {need for part in PARTS for need in part.needs.split()} == gpu.REMEDIES.keys()
+    for part in PARTS:
+        for rehearse in (True, False):
+            words = part.words(rehearse, Path("a folder/result"), 2.0)
+            assert sys.executable in words
+            assert ("a folder/result" in " ".join(words)) == bool(part.result)
+            assert not any("{" in word for word in words)
+
+
+def test_what_a_part_needs_is_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setitem(gpu.REMEDIES, "models/taught", "a study says how")
+    monkeypatch.setitem(gpu.REMEDIES, "no_such_module", "pip install it")
+    part = Part("study", 1, "true", needs="models/taught no_such_module torch")
+    module = "left out, it needs no_such_module: pip install it"
+    assert part.missing() == f"left out, it needs models/taught: a study says how; {module}"
+    (tmp_path / "models" / "taught").mkdir(parents=True)
+    assert part.missing() == module
+
+
+def test_a_failing_part_leaves_its_reason_and_the_next_one_runs(monkeypatch, tmp_path):
+    bad = python("bad", "print('one test | failed'); raise SystemExit(3)")
+    good = python("good", "print('text')", result=".txt")
+    late = python("late", "open('{result}', 'w').write('what it found')", result=".txt")
+    assert call(monkeypatch, tmp_path, bad, good, late) == 1
+    assert gpu.problems(written(tmp_path)) == {
+        "bad": "exit status 3: one test | failed",
+        "good": "it left no result",
+        "late": "",
+    }
+    (page,) = tmp_path.glob("*_cpu.md")
+    assert "| bad | exit status 3: one test \\| failed |" in page.read_text()
+    assert "| late | finished |" in page.read_text()
+    assert "````\nwhat it found\n````\n" in page.read_text()
+
+
+def test_the_next_call_goes_on_and_what_failed_comes_last(monkeypatch, tmp_path, capsys):
+    add = "open('{result}', 'a').write('x')"
+    bad = python("bad", f"{add}; raise SystemExit(1)", result=".txt")
+    good, late = (python(name, add, result=".txt") for name in ("good", "late"))
+    call(monkeypatch, tmp_path, bad, good)
+    before = (tmp_path / "good.txt").stat().st_mtime_ns
+    capsys.readouterr()
+    call(monkeypatch, tmp_path, bad, good, late)
+    begun = [line.partition(",")[0] for line in capsys.readouterr().out.splitlines() if "at most" in line]
+    assert begun == ["late", "bad"]
+    assert (tmp_path / "good.txt").stat().st_mtime_ns == before
+    call(monkeypatch, tmp_path, bad, good, late, words=["--parts", "good"])  # run again, and nothing is left of before
+    assert (tmp_path / "good.txt").stat().st_mtime_ns > before
+    assert (tmp_path / "good.txt").read_text() == "x"
+    assert not gpu.begun(tmp_path, "another GPU").parts
+
+
+def test_parts_that_have_no_time_are_left_for_the_next_call(tmp_path, capsys):
+    part = python("long", "")
+    start = gpu.begun(tmp_path, "cpu")
+    assert not gpu.measure(start, [part], tmp_path, rehearse=False, deadline=time.monotonic() + 10)
+    assert "long: not begun, 0.2 minutes are left\n" in capsys.readouterr().out
+    assert not gpu.problems(written(tmp_path))
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_part_ends_at_its_limit(heeds, monkeypatch, tmp_path):
+    """By an interrupt, at which pytest still writes its report, or else killed."""
+    monkeypatch.setattr(gpu, "GRACE", 1.0)
+    ignore = "" if heeds else "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    begin = time.monotonic()
+    assert gpu.run([sys.executable, "-c", f"{ignore}import time; time.sleep(60)"], {}, 5.0, tmp_path / "log") is None
+    assert time.monotonic() - begin < 30
+    assert ("KeyboardInterrupt" in (tmp_path / "log").read_text()) == heeds
+    assert gpu.problem_of(python("a", ""), None, tmp_path / "a", tmp_path / "log").startswith("its time was up: ")
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path):
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    assert gpu.run([sys.executable, "-c", f"{child}; print(p.pid)"], {}, 30.0, tmp_path / "log") == 0
+    pid = (tmp_path / "log").read_text().strip()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
+
+
+def test_the_record_has_the_rows_of_all_parts_and_who_was_left_out(tmp_path):
+    machine = record.Machine("a GPU", "a processor", "AVX512", 2, "3.12.3", {"torch": "2.11.0"})
+
+    def measured(date, group, left_out):
+        rows = [{"group": group, "row": "floor", "median": 1.0}]
+        return record.Record(date, "abc", False, machine, rows, left_out)
+
+    whole = gpu.joined(measured("2026-11-26", "by hand", {}), "one", measured("2026-11-26", "first try", {"a": ["x"]}))
+    whole = gpu.joined(whole, "two", measured("2026-11-27", "second", {"a": ["x"], "b": ["y"]}))
+    whole = gpu.joined(whole, "one", measured("2026-11-28", "first", {"a": ["z"]}))
+    assert whole.date == "2026-11-26"
+    assert [row["group"] for row in whole.rows] == ["by hand", "second", "first"]
+    assert whole.left_out == {"a": ["x", "z"], "b": ["y"]}
+    gpu.save(whole, tmp_path)
+    again = gpu.begun(tmp_path, "a GPU")
+    assert again.rows == whole.rows
+    assert [part["name"] for part in again.parts] == [part.name for part in PARTS]
+
+
+def test_a_file_that_is_no_record_is_refused(monkeypatch, tmp_path, capsys):
+    (tmp_path / "2026-11-27_cpu.json").write_text("{}")
+    assert call(monkeypatch, tmp_path, python("good", "")) == 2
+    assert "2026-11-27_cpu.json is no record" in capsys.readouterr().err
+
+
+SUMMARY = "  product_kernel (132, 1, 1)x(384, 1, 1), Context 1, Stream 7, Device 0, CC 9.0\n    Duration us 900"
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        (f"==PROF== Connected to process 7 (/usr/bin/python3)\n{SUMMARY}", ""),
+        ("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM", "it measured nothing: ==ERROR== ERR_NVGPUCTRPERM"),
+        ("==WARNING== No kernels were profiled.", "it measured nothing: ==WARNING== No kernels were profiled."),
+    ],
+)
+def test_a_profile_is_a_summary_or_a_reason(output, problem, tmp_path, monkeypatch):
+    ncu = tmp_path / "ncu"
+    ncu.write_text(f'#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\ncat >"$2" <<\'END\'\n{output}\nEND\n')
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert call(monkeypatch, tmp_path / "out", gpu.profile("product", "product_kernel")) == int(bool(problem))
+    (part,) = written(tmp_path / "out").parts
+    assert part["problem"] == problem
+    assert problem or part["text"] == SUMMARY
