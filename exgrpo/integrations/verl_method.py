@@ -120,7 +120,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
     if getattr(SURROGATES.find(surrogate), "coupled", False):
         raise ConfigError(
             f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, of "
-            "which verl makes several at once; use oapl or kimi"
+            "which verl makes several at once; use oapl"
         )
     if experience.admit == "nothing" and experience.compose in ("traced", "appended") and not experience.start:
         raise ConfigError(

@@ -38,7 +38,6 @@ NOT_HERE = {
     "anchor": "of regressions: trainers of their own in TRL",
     "beta1": "of regressions",
     "beta2": "of regressions",
-    "shift": "loss_type of TRL has no asymre",
     "kl_coef": "beta of TRL",
     "kl": "TRL has k3 alone",
     "kl_corrected": "use_bias_correction_kl of TRL",

@@ -1,16 +1,14 @@
-"""How many threads a process computes with on a CPU, and what others do on its processors meanwhile.
+"""The number of threads that a process computes with on a CPU.
 
 Threads meet at a barrier after every operation. Where others keep a processor busy, one thread waits for its turn,
 and all threads wait for that one: a step then takes many times as long as with one thread less.
 """
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Self
 
 import psutil
@@ -19,10 +17,6 @@ LOOK = 0.4
 """Seconds for which the load of the processors is observed."""
 FELT = 0.5
 """So many processors that others keep busy, rounded, are one."""
-SLOWER = 1.5
-"""Factor by which a step has to be slower to be told."""
-CALM_STEPS = 3
-"""So many are compared with at least: the first step of a run is slow."""
 VARIABLE = "OMP_NUM_THREADS"
 
 
@@ -60,41 +54,12 @@ class Rank:
         return cls(os.getpid(), frozenset(os.sched_getaffinity(0)))
 
     def sharing(self, ranks: Sequence["Rank"]) -> int:
-        """How many processes have processors of this one, itself included."""
+        """Return the number of processes that may use processors of this one, itself included."""
         return sum(bool(rank.processors & self.processors) for rank in ranks)
 
 
-class Others:
-    """The load that is not the run's, on the processors that the first of its processes on this machine may use."""
-
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self._ranks, self._processors = [rank.pid for rank in ranks], ranks[0].processors
-        self._families: dict[int, float] = {}
-        self._before = self._now()
-
-    def busy(self) -> float:
-        """Processors that others have kept busy since the call before."""
-        before, self._before = self._before, self._now()
-        passed, all_of_them, own = (now - then for now, then in zip(self._before, before, strict=True))
-        return min(max(0.0, all_of_them - own) / max(passed, 1e-3), float(len(self._processors)))
-
-    def _now(self) -> tuple[float, float, float]:
-        """Seconds: the clock, the work of the processors, the run's share of it."""
-        for pid in self._ranks:
-            with suppress(psutil.Error):  # one that was killed is told elsewhere
-                process = psutil.Process(pid)
-                for member in (process, *process.children(recursive=True)):
-                    with suppress(psutil.Error):
-                        used = member.cpu_times()
-                        self._families[member.pid] = used.user + used.system
-        each = psutil.cpu_times(percpu=True)
-        mine = [each[number] for number in self._processors if number < len(each)]
-        work = sum(sum(times[:8]) - times.idle - times.iowait for times in mine)  # guests are in the first of them
-        return time.monotonic(), work, sum(self._families.values())
-
-
 def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Threads:
-    """The threads of a process.
+    """Return the threads of a process.
 
     Args:
         asked: by an option; None: not.
@@ -117,14 +82,31 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Thread
 
 
 def look(ranks: Sequence[Rank]) -> float:
-    """Processors that others keep busy, observed for `LOOK` seconds; see `Others`."""
-    others = Others(ranks)
-    time.sleep(LOOK)
-    return others.busy()
+    """Return the number of processors of the first rank that others keep busy, observed for `LOOK` seconds."""
+    own = [process for rank in ranks for process in _family(rank.pid)]
+    before = _seconds(own)
+    loads = psutil.cpu_percent(LOOK, percpu=True)
+    busy = sum(loads[number] for number in ranks[0].processors if number < len(loads)) / 100
+    return max(0.0, busy - (_seconds(own) - before) / LOOK)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.Error):  # a rank that was killed is reported elsewhere
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _seconds(processes: Sequence[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            used = process.cpu_times()
+            total += used.user + used.system
+    return total
 
 
 def _named() -> int | None:
-    """What the environment says, of which the first of several numbers is meant; None: nothing, or no number."""
     first = os.environ.get(VARIABLE, "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
@@ -143,7 +125,7 @@ def _free(own: Rank, sharing: int, busy: int) -> Threads:
 
 
 def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Processors that the control groups of this process leave it; None: there is no limit.
+    """Return the number of processors that the control groups of this process leave it; None: there is no limit.
 
     Version 2 says it in `cpu.max`, version 1 in two files of `cpu`. No group has more than those above it.
 
@@ -173,51 +155,3 @@ def _limit(group: Path) -> float | None:
         if float(allowed) > 0:  # "max" is no number, and -1 no limit
             return float(allowed) / float(period)
     return None
-
-
-class Neighbours:
-    """Tells once when others come to the processors of a run that goes on.
-
-    Args:
-        busy: gives the processors that others have kept busy since it was called before.
-        allowed: processors that the run may use.
-        threads: of each of its processes on them.
-        sharing: how many these are.
-    """
-
-    def __init__(self, busy: Callable[[], float], allowed: int, threads: int, sharing: int) -> None:
-        self._busy, self._allowed, self._threads, self._sharing = busy, allowed, threads, sharing
-        self._calm: list[float] = []
-        self._said = False
-
-    @classmethod
-    def of(cls, ranks: Sequence[Rank], threads: int) -> Self:
-        """Those of the first of the run's processes on this machine, of so many threads each."""
-        return cls(Others(ranks).busy, len(ranks[0].processors), threads, ranks[0].sharing(ranks))
-
-    def observe(self, metrics: dict[str, float]) -> str | None:
-        """Take in a finished step: add its metric, and give what a person is told.
-
-        Args:
-            metrics: of the step, with its `seconds`; `mfu` tells how fast it was for its work.
-        """
-        busy = self._busy()
-        metrics["seconds/others"] = busy * metrics["seconds"]
-        if not metrics["mfu"]:  # the model did nothing here, as in a step without an update whose answers servers give
-            return None
-        if busy < FELT or busy + self._threads * self._sharing < self._allowed + FELT:
-            self._calm.append(metrics["mfu"])
-            return None
-        if self._said or len(self._calm) < CALM_STEPS or metrics["mfu"] * SLOWER > median(self._calm):
-            return None
-        self._said = True
-        return (
-            f"warning: others keep {busy:.1f} of {self._allowed} processors busy: this step took "
-            f"{median(self._calm) / metrics['mfu']:.1f} times as long for its work as those before{self._remedy(busy)}"
-        )
-
-    def _remedy(self, busy: float) -> str:
-        fewer = max(1, (self._allowed - int(busy + FELT)) // self._sharing)
-        if fewer >= self._threads:
-            return ""
-        return f". Its threads wait for each other: stop the run, and go on with --distributed.threads {fewer}"

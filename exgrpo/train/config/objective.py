@@ -69,15 +69,14 @@ class ObjectiveConfig(Section):
         1e-3,
         gt=0,
         le=1e6,
-        description="oapl, kimi, coupled: so many times its log-ratio is an answer's reward; an answer rests where its "
-        "log-ratio is advantage / beta2. prime_rl: weight of the squared log-ratios.",
+        description="oapl, coupled: so many times its log-ratio is an answer's reward; an answer rests where its "
+        "log-ratio is advantage / beta2.",
     )
     anchor: Literal["writer", "start"] = Field(
         "writer",
-        description="oapl, kimi, coupled: what log-ratios refer to: the policy that wrote the answer (of fresh ones, "
+        description="oapl, coupled: what log-ratios refer to: the policy that wrote the answer (of fresh ones, "
         "that before the step's update), or the model that the run starts from, which is then kept as a reference.",
     )
-    shift: float = Field(-0.1, ge=-1e6, le=1e6, description="asymre: what is added to the baseline.")
     scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
     overlong_tokens: int = Field(
         0,

@@ -37,7 +37,7 @@ class LossSettings:
     def options(self, clip: tuple[float, float] | None) -> SurrogateOptions:
         """What the surrogate may look at, with these bounds of ratios."""
         objective, bounds = self.objective, None if clip is None else (1 - clip[0], 1 + clip[1])
-        return SurrogateOptions(bounds, objective.dual_clip, objective.beta2, objective.shift)
+        return SurrogateOptions(bounds, objective.dual_clip, objective.beta2)
 
     @property
     def bounds_weights(self) -> bool:

@@ -102,14 +102,12 @@ class SurrogateOptions:
     Attributes:
         bounds: of ratios, (1 - eps_low, 1 + eps_high); None: they have none.
         dual_clip: ratio beyond which a failure pushes a token no further away.
-        beta2: what an answer's log-ratio is multiplied by, or the squares of its tokens'.
-        shift: what is added to the baseline of rewards.
+        beta2: factor of an answer's log-ratio.
     """
 
     bounds: tuple[float, float] | None
     dual_clip: float = 3.0
     beta2: float = 1e-3
-    shift: float = -0.1
 
 
 Surrogate = Callable[[RatioTokens, SurrogateOptions], Objective]

@@ -62,41 +62,9 @@ def topr(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
 
 
 @needs(all_rows=True)
-def asymre(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
-    """(A - shift) log pi of each token, without a ratio: REINFORCE with a baseline that is lower than the mean.
-
-    AsymRE, arXiv 2506.20520.
-    """
-    value = tokens.weight * (tokens.advantage - options.shift) * tokens.log_prob
-    return Objective(value, *_as_it_is(tokens))
-
-
-@needs(all_rows=True)
-def prime_rl(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
-    """w A - beta2 (log w)^2 of each token; without w A where its probability has gone too far along its advantage.
-
-    The loss of prime-rl, with the bounds of `clip` for differences of probabilities in the place of ratios (DPPO, arXiv
-    2602.04879).
-    """
-    ratio, advantage, log_ratio = tokens.ratio, tokens.advantage, tokens.log_ratio
-    probability = tokens.log_prob.detach().exp()
-    moved = probability - (tokens.log_prob - log_ratio).detach().exp()
-    low, high = (-torch.inf, torch.inf) if options.bounds is None else (bound - 1 for bound in options.bounds)
-    beyond = torch.where(advantage > 0, moved > high, (advantage < 0) & (moved < low))
-    value = (ratio * advantage).masked_fill(beyond, 0) - options.beta2 * log_ratio.square()
-    return Objective(tokens.weight * value, ratio, beyond)
-
-
-@needs(all_rows=True)
 def oapl(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
     """-(beta2 S - A)^2 of each answer: OAPL (arXiv 2602.19362), with `baseline: log_mean_exp`. A*-PO has the same."""
     return _regression(tokens, options, 1.0)
-
-
-@needs(all_rows=True)
-def kimi(tokens: RatioTokens, options: SurrogateOptions) -> Objective:
-    """-(beta2 / 2) (A / beta2 - S)^2 of each answer: Kimi's mirror descent (arXiv 2501.12599, 2602.05933)."""
-    return _regression(tokens, options, 1 / (2 * options.beta2))
 
 
 @needs(all_rows=True, coupled=True)

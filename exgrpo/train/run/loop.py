@@ -17,7 +17,6 @@ from exgrpo.train.common.distributed import World, missing_gpu, on_main, start
 from exgrpo.train.common.durable import write_whole
 from exgrpo.train.common.errors import HaltError, OutputError, RewardError, os_errors_as
 from exgrpo.train.common.process import Stopped, command_to_go_on
-from exgrpo.train.common.threads import Neighbours
 from exgrpo.train.config.hub import upload
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import to_yaml
@@ -109,8 +108,6 @@ class Run:
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
-        threads = world.threads if world.is_main else None
-        self.neighbours = Neighbours.of(world.ranks, threads.count) if threads else None
 
     def _start_experience(self) -> Started | None:
         pretrained, stop = self.inputs.pretrained, self.config.rollout.stop
@@ -190,13 +187,12 @@ class Run:
         """Write a step down, say what there is to say of it, and stop where it teaches nothing any more."""
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
-        crowded = self.neighbours.observe(result.metrics) if self.neighbours else None
         if check_every and self.step % check_every == 0:
             result.metrics["weight_gap"] = self._check_weights()
         self.recorder.step(self.step, result)
         display.step(result.metrics)
         unsound = self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), unsound, crowded)):
+        for note in filter(None, (*result.notes, *self.answerer.news(), unsound)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:

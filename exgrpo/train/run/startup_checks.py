@@ -133,7 +133,7 @@ def check_surrogate(config: Config) -> None:
     if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
         raise ConfigError(
             f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
-            "oapl, kimi or coupled, or leave it out; kl_coef adds a divergence to the start"
+            "oapl or coupled, or leave it out; kl_coef adds a divergence to the start"
         )
     if config.objective.anchor == "start" and config.objective.kl_coef and config.objective.kl_corrected:
         raise ConfigError(
@@ -143,7 +143,7 @@ def check_surrogate(config: Config) -> None:
     if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
         raise ConfigError(
             f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
-            f"{config.experience.compose} makes groups of single answers: take oapl or kimi, or another composition"
+            f"{config.experience.compose} makes groups of single answers: take oapl, or another composition"
         )
 
 

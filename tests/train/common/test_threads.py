@@ -1,15 +1,16 @@
-"""How many threads a process computes with, and what it says when others come to its processors."""
+"""The number of threads that a process computes with, and where it comes from."""
 
 import os
 import subprocess
 import sys
 import time
+from statistics import median
 
 import psutil
 import pytest
 
 from exgrpo.train.common import threads as module
-from exgrpo.train.common.threads import Neighbours, Others, Rank, choose, quota
+from exgrpo.train.common.threads import Rank, choose, look, quota
 from tests.train.launch import MAIN, launch
 
 FOUR = frozenset(range(4))
@@ -105,8 +106,8 @@ def test_quotas_of_both_versions_of_control_groups_and_of_the_groups_above(tmp_p
     assert quota(tmp_path, tmp_path / "no such file") is None
 
 
-def test_what_a_run_has_started_is_no_load_of_others():
-    """Both look at the same time: the one that knows the process as its own sees less, by just what that has used."""
+def test_the_load_of_others_is_without_that_of_the_run():
+    """A process that spins is a load of one processor of others, and none where the run has started it."""
     processor = min(os.sched_getaffinity(0))
     process = subprocess.Popen([sys.executable, "-c", SPIN % processor])
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -115,47 +116,13 @@ def test_what_a_run_has_started_is_no_load_of_others():
         there = psutil.Process(process.pid)
         while there.cpu_times().user < 0.1:
             time.sleep(0.05)
-        one, no_more = (Rank(pid, frozenset({processor})) for pid in (os.getpid(), gone.pid))
-        ours, theirs = Others([one, no_more]), Others([no_more])
-        before, start = there.cpu_times().user, time.monotonic()
-        time.sleep(1)
-        ours, theirs = ours.busy(), theirs.busy()
-        used = (there.cpu_times().user - before) / (time.monotonic() - start)
+        run, stranger = (Rank(pid, frozenset({processor})) for pid in (os.getpid(), gone.pid))
+        ours, theirs = (median(look([rank]) for _ in range(5)) for rank in (run, stranger))
     finally:
         process.kill()
         process.wait()
-    assert theirs - ours > 0.8 * used - 0.05  # the system counts in hundredths of a second
-
-
-def observed(loads, speeds, allowed=2, threads=2, sharing=1):
-    """What is said of steps, in each of which others had so much load and the run so much of its peak."""
-    neighbours = Neighbours(iter(loads).__next__, allowed, threads, sharing)
-    steps = [{"mfu": speed, "seconds": 2.0} for speed in speeds]
-    said = [neighbours.observe(metrics) for metrics in steps]
-    assert [metrics["seconds/others"] / 2 for metrics in steps] == list(loads)
-    return said
-
-
-def test_others_that_come_later_are_told_once_with_factor_and_remedy():
-    said = observed([0.0, 0.1, 0.0, 0.2, 1.0, 1.0], [0.2, 0.3, 0.3, 0.3, 0.05, 0.05])
-    assert said[:4] == [None] * 4
-    assert said[4] == (
-        "warning: others keep 1.0 of 2 processors busy: this step took 6.0 times as long for its work as those before. "
-        "Its threads wait for each other: stop the run, and go on with --distributed.threads 1"
-    )
-    assert said[5] is None
-
-
-def test_others_that_cost_nothing_are_not_told():
-    assert observed([0.0] * 3 + [1.0], [0.3] * 4) == [None] * 4  # as fast as before
-    assert (
-        observed([0.0] * 3 + [1.0], [0.3] * 3 + [0.1], allowed=4) == [None] * 4
-    )  # there is room: something else is slow
-    assert observed([1.0] * 4, [0.05] * 4) == [None] * 4  # they were there from the start
-    assert observed([0.0] * 3 + [1.0], [0.3] * 3 + [0.0]) == [None] * 4  # a step without a pass has no speed
-    alone = observed([0.0] * 3 + [2.0], [0.3] * 3 + [0.1], threads=1)[-1]
-    assert alone.endswith("as those before")  # fewer threads than one there are not
-    assert "threads 2" in observed([0.0] * 3 + [4.0], [0.3] * 3 + [0.1], allowed=8, threads=4, sharing=2)[-1]
+    # Beside other tests the process has half of the processor, or less; the system counts in hundredths of a second.
+    assert theirs > ours + 0.1
 
 
 def test_every_process_computes_with_what_is_asked_for(tmp_path, monkeypatch):
@@ -172,7 +139,7 @@ def test_every_process_computes_with_what_is_asked_for(tmp_path, monkeypatch):
         assert done.stdout.splitlines() == [expected] * 2, done.stderr
 
 
-def test_a_run_says_its_threads_keeps_them_and_tells_of_others(tmp_path):
+def test_a_run_says_its_threads_and_keeps_them(tmp_path):
     options = (f"--output.folder={tmp_path}", "--output.name=run", "--checkpoint.every=1", "--data.test", "None")
     sizes = ("--questions=4", "--rollout.samples=2", "--rollout.max_tokens=8", "--optimizer.minibatches=1")
     first = launch(MAIN, *options, *sizes, "--preflight=off", "--steps=1", "--distributed.threads=2")
@@ -181,4 +148,3 @@ def test_a_run_says_its_threads_keeps_them_and_tells_of_others(tmp_path):
     goes_on = launch(MAIN, f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
     assert goes_on.returncode == 0, goes_on.stderr
     assert "1 thread in each process: distributed.threads; the run began with 2" in goes_on.stdout
-    assert '"seconds/others": ' in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]

@@ -19,7 +19,7 @@ LENGTHS = (4, 1, 7, 3)
 BOUNDS = (0.8, 1.3)
 WEIGHTS = (1.0, 0.5, 2.0, 0.25)
 """Of the answers, where the objective is not homogeneous in the advantage."""
-OPTIONS = SurrogateOptions(BOUNDS, 1.4, beta2=0.3, shift=-0.2)
+OPTIONS = SurrogateOptions(BOUNDS, 1.4, beta2=0.3)
 ALL_ROWS = [name for name in SURROGATES.names if getattr(SURROGATES.find(name), "all_rows", False)]
 HOMOGENEOUS = [name for name in SURROGATES.names if name not in ALL_ROWS]
 
@@ -44,22 +44,11 @@ def written_out(name, log_prob, old, advantage, bounds, dual_clip):
     match name:
         case "oapl":
             return -((beta2 * moved - advantage) ** 2), nothing
-        case "kimi":
-            return -beta2 / 2 * (advantage / beta2 - moved) ** 2, nothing
         case "coupled":
             return -((advantage / beta2 - moved) ** 2), nothing
-        case "asymre":
-            return (advantage - OPTIONS.shift) * sum(log_prob), nothing
         case "topr":
             weight = 1.0 if advantage >= 0 else min(math.exp(moved), 1.0)
             return weight * advantage * sum(log_prob), [advantage < 0 and moved > 0] * len(old)
-        case "prime_rl":
-            gone = [math.exp(a) - math.exp(b) for a, b in zip(log_prob, old, strict=True)]
-            beyond = [one > high - 1 if advantage > 0 else one < low - 1 for one in gone] if bounds else nothing
-            ratios = [0 if drop else math.exp(a - b) for a, b, drop in zip(log_prob, old, beyond, strict=True)]
-            return sum(ratios) * advantage - beta2 * sum(
-                (a - b) ** 2 for a, b in zip(log_prob, old, strict=True)
-            ), beyond
     ratios = [math.exp(a - b) for a, b in zip(log_prob, old, strict=True)]
     if name == "gspo":
         ratios = [math.exp(sum(map(math.log, ratios)) / len(ratios))] * len(ratios)
@@ -85,7 +74,7 @@ def test_a_surrogate_is_its_formula(name, bounds):
     total = sum(weight * total for weight, (total, _) in zip(weights, expected, strict=True))
     assert found.value.sum().item() == pytest.approx(total, rel=1e-12)
     assert found.clipped.tolist() == [one for _, clipped in expected for one in clipped]
-    if bounds and name not in ("oapl", "kimi", "coupled", "asymre"):
+    if bounds and name not in ("oapl", "coupled"):
         assert 0 < found.clipped.sum() < len(log_prob)
 
 
@@ -97,15 +86,15 @@ def test_the_gradient_of_the_policy_that_wrote_the_tokens_is_reinforce(name):
     torch.testing.assert_close(log_prob.grad, tokens.advantage, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["oapl", "kimi", "coupled"])
+@pytest.mark.parametrize("name", ["oapl", "coupled"])
 def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_log_ratio(name):
-    """(2 b2 / N) (A - b2 S) of each token of OAPL; also where A = 0. Others: 1 / (2 b2), 1 / b2^2 times it."""
+    """(2 b2 / N) (A - b2 S) of each token of OAPL; also where A = 0. coupled: 1 / b2^2 times it."""
     log_prob, tokens = of_answers()
     tokens = dataclasses.replace(tokens, advantage=tokens.advantage * (tokens.advantage != 1.5))
     SURROGATES.find(name)(tokens, OPTIONS).value.sum().backward()
     moved = tokens.over_tokens(tokens.sums(tokens.log_ratio.detach()))
     beta2 = OPTIONS.beta2
-    scale = {"oapl": 1.0, "kimi": 1 / (2 * beta2), "coupled": 1 / beta2**2}[name]
+    scale = {"oapl": 1.0, "coupled": 1 / beta2**2}[name]
     expected = 2 * beta2 * scale * tokens.weight * (tokens.advantage - beta2 * moved)
     torch.testing.assert_close(log_prob.grad, expected, rtol=1e-12, atol=0)
     assert (log_prob.grad != 0).all()
