@@ -19,7 +19,7 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_c
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.data.questions import Question
-from exgrpo.train.data.rows import Message, as_text
+from exgrpo.train.data.rows import Message, as_text, marked_answer
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
 from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
@@ -204,13 +204,13 @@ def start_replay(trainer: Any) -> Started | None:
 
 
 def _questions(trainer: Any) -> list[Question]:
-    """The rows of a data set of TRL; the gold answer is in the column `answer`, behind the last "####"."""
+    """The rows of a data set of TRL; the gold answer is in the column `answer`, as in rows of questions."""
     data = trainer.train_dataset
     prompts = list(data["prompt"])
     ids, _, _ = trainer._tokenize_prompts(prompts)
     golds = data["answer"] if "answer" in data.column_names else [""] * len(data)
     return [
-        Question(i, tuple(ids[i]), question_text(prompt), str(gold).rpartition("####")[2].strip(), "train_dataset")
+        Question(i, tuple(ids[i]), question_text(prompt), marked_answer(str(gold)).strip(), "train_dataset")
         for i, (prompt, gold) in enumerate(zip(prompts, golds, strict=True))
     ]
 

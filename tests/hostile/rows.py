@@ -31,15 +31,15 @@ USER, TRUTH = [{"role": "user", "content": "q"}], {"ground_truth": "1"}
 BAD_ROWS: tuple[Any, ...] = (
     *(None, 7, "text", [], [{"question": "q", "answer": "1"}], {}, {"question": "q"}, {"answer": "1"}),
     *({"question": question, "answer": "1"} for question in ("", " \n", 7, None, True, {}, [], [7], [[]], ["q"])),
-    *({"question": "q", "answer": answer} for answer in ("", " ", None, True, {}, [], [1, 2], [[1]], "1 #### ")),
-    *({"question": "q", "solution": solution} for solution in ("no answer", "\\boxed{", "", 7, "####")),
+    *({"question": "q", "answer": answer} for answer in (True, {}, [], [1, 2], [[1]])),
+    {"question": "q", "solution": {}},
     *({"question": [{"role": role, "content": "q"}], "answer": "1"} for role in ("assistant", "system", "", 7, [])),
     *({"question": [{"role": "user", "content": content}], "answer": "1"} for content in (None, 7, "", [])),
     *({"prompt": prompt, "reward_model": TRUTH} for prompt in ("q", 7, [], [7], {}, [{"role": "user"}])),
     {"prompt": [{"role": [], "content": "q"}], "reward_model": TRUTH},
-    *({"prompt": USER, "reward_model": model} for model in (None, 7, {}, {"ground_truth": {}})),
+    *({"prompt": USER, "reward_model": model} for model in (7, {}, {"ground_truth": {}})),
     *({"question": "half \ud800 a pair", "answer": "1"}, {"question": "q", "answer": "half \udfff a pair"}),
-    *({"question": "q", "answer": number} for number in (float("nan"), float("inf"))),
+    {"question": "q", "answer": float("inf")},
 )
 BAD_FILES = (b"", b"\n\n", b"\xff\xfe\x00", b"\x89PNG\r\n\x1a\n", b"PAR1", b"PAR1" * 10, b"\x00" * 1000, b"PK\x03\x04")
 BAD_CSV = ('"a', "a", "a,b,c", "a,", ",1", '"a"b,1', "a,\x00", "\x00" * 9, "a\udcff,1")
@@ -197,8 +197,8 @@ def _csv(draw: Draw, folder: Path) -> Trial:
     path = folder / "rows.csv"
     lines = (header, *("a,1",) * some(draw, 0, 5), bad)
     path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
-    # A NUL is a character as any other; pages and prompts show it.
-    fine = bad == "a,\x00" and header == "question,answer"
+    # A NUL is a character as any other; pages and prompts show it. A row without a gold answer is none to train on.
+    fine = bad in ("a", "a,", "a,\x00", "\x00" * 9) and header == "question,answer"
     return trial("bad CSV", path, expected="either" if fine else "refused", names=("rows.csv",))
 
 

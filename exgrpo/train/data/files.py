@@ -271,35 +271,34 @@ def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow
         return
     _read_columns(names, path, reading)
     while True:
-        line = records.line_num + 1
+        place = f"{path} line {records.line_num + 1}"
         try:
             cells = next(records, None)
-            if cells is None:
-                return
-            if len(cells) > len(names):
-                raise DataError(f"has more cells than the {len(names)} columns that the first line names")
-            if cells:
-                yield parse_row({name: cell or None for name, cell in zip_longest(names, cells)}, path.stem, reading)
         except csv.Error as error:
-            yield _BadRow(f"{path} line {line}", f"not valid CSV: {error}")
-        except DataError as error:
-            yield _BadRow(f"{path} line {line}", str(error))
+            yield _BadRow(place, f"not valid CSV: {error}")
+            continue
+        if cells is None:
+            return
+        if len(cells) > len(names):
+            yield _BadRow(place, f"has more cells than the {len(names)} columns that the first line names")
+        elif cells:
+            row = {name: cell or None for name, cell in zip_longest(names, cells)}
+            yield _row(row, place, path.stem, reading)
 
 
 def _parsed(values: Iterable[Any], place: str, source: str, reading: Reading) -> Iterator[Row | _BadRow]:
-    for number, value in enumerate(values, start=1):
-        try:
-            yield parse_row(value, source, reading)
-        except DataError as error:
-            yield _BadRow(f"{place} row {number}", str(error))
+    return (_row(value, f"{place} row {number}", source, reading) for number, value in enumerate(values, start=1))
 
 
 def _parsed_lines(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     # Not splitlines(): JSON text may hold U+2028 and the like, which end no line of the file.
     for line in jsonl.parsed(text.split("\n")):
-        try:
-            if line.problem:
-                raise DataError(line.problem)
-            yield parse_row(line.value, path.stem, reading)
-        except DataError as error:
-            yield _BadRow(f"{path} line {line.number}", str(error))
+        place = f"{path} line {line.number}"
+        yield _BadRow(place, line.problem) if line.problem else _row(line.value, place, path.stem, reading)
+
+
+def _row(value: Any, place: str, source: str, reading: Reading) -> Row | _BadRow:
+    try:
+        return replace(parse_row(value, source, reading), place=place)
+    except DataError as error:
+        return _BadRow(place, str(error))

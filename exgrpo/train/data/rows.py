@@ -4,9 +4,11 @@ r"""A row of question and answer, as a data set has it.
 message is the question, the first system message is kept apart.
 {"question" or "problem": ..., "answer" or "solution": ...}: the question is a text, or a list of {role, content}
 messages, which are all asked: the last is the user's, and a system message, which is the first, is kept apart. The
-gold answer is what follows the last "####" of the answer, or the whole answer without it. Where only "solution" is
-given it must hold "####" or a \boxed{...}.
-A gold answer is a string, a number, or a list of one of them. Other columns are for rewards that take them. What a
+gold answer is what follows "####" in the last line of the answer, as in GSM8K, else the whole answer; where "####" is
+in another line, or begins a heading, the last \boxed{...} of the answer counts. Where only "solution" is given, it is
+read in the same way, and is no gold answer as a whole.
+A gold answer is a string, a number, or a list of one of them. A cell that is null or NaN, an empty text and a solution
+that marks no answer are read as "": the row has no gold answer. Other columns are for rewards that take them. What a
 data set calls its question, answer or solution can be said (data.columns), for the second form.
 """
 
@@ -27,6 +29,8 @@ NO_COLUMNS = Columns()
 ROLES = ("system", "user", "assistant")
 _BARE_BOX = re.compile(r"\\boxed\s*(-?\d+)\.?\s*\$")
 """Two solutions of MATH have no braces: `$\\boxed 2$`."""
+_MARK = re.compile(r"(?<!#)####(?!#)")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 REMEDY = "--data.columns question NAME answer NAME says what they are called"
 
 
@@ -77,6 +81,7 @@ class Row:
 
     question: str
     gold: str
+    """Empty: the row has none."""
     system: str | None
     """The row's own system message."""
     source: str
@@ -87,6 +92,8 @@ class Row:
     """Those that a reward takes, by name; `question` is among them whatever the data set calls it."""
     turns: tuple[Message, ...] = ()
     """What user and assistant said before the question."""
+    place: str = field(default="", compare=False)
+    """File and row or line of the row, for messages; empty: its question was generated."""
 
     @property
     def text(self) -> str:
@@ -106,9 +113,11 @@ def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
     if question is None:
         raise DataError(f"has none of prompt, question, problem; its keys are {given} ({REMEDY})")
     if row.get("answer") is not None:
-        gold = gold_text(row["answer"], "answer").rpartition("####")[2]
+        gold = marked_answer(gold_text(row["answer"], "answer"))
     elif row.get("solution") is not None:
-        gold = _answer_of_solution(gold_text(row["solution"], "solution"))
+        gold = _answer_of_solution(gold_text(row["solution"], "solution")) or ""
+    elif row.keys() & {"answer", "solution"}:
+        gold = ""
     else:
         raise DataError(f"has a question but neither answer nor solution; its keys are {given} ({REMEDY})")
     if not isinstance(question, list):
@@ -158,10 +167,10 @@ def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:
     systems = [message.get("content") for message in messages if message.get("role") == "system"]
     if systems and not isinstance(systems[0], str):
         raise DataError(f"the system message must be text, got {_kind(systems[0])}")
-    reward_model = row.get("reward_model")
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+    reward_model = row.get("reward_model", {})
+    if reward_model is not None and (not isinstance(reward_model, dict) or "ground_truth" not in reward_model):
         raise DataError(f"has no reward_model.ground_truth beside its prompt ({REMEDY})")
-    gold = gold_text(reward_model["ground_truth"], "reward_model.ground_truth")
+    gold = gold_text(reward_model and reward_model["ground_truth"], "reward_model.ground_truth")
     return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source, columns)
 
 
@@ -172,33 +181,50 @@ def _checked_row(
         raise DataError(f"the question must be text, got {_kind(question)}")
     if not question.strip():
         raise DataError("the question is empty")
-    if not gold.strip():
-        raise DataError("the answer is empty")
     named = row.get("data_source")
     taken = columns.of(row if row.get("question") is not None else {**row, "question": question})
     return Row(question, gold.strip(), system, named if isinstance(named, str) and named else source, columns=taken)
 
 
 def gold_text(value: Any, key: str) -> str:
-    """A gold answer as text; `key` names it in the error. Raises DataError: it is none."""
+    """Return a gold answer as text, "" for null and NaN.
+
+    Args:
+        value: of a row.
+        key: names it in the error.
+
+    Raises:
+        DataError: it is neither a text nor a finite number, nor a list of one of them.
+    """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str):
         return value
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or (isinstance(value, float) and not math.isfinite(value)):
+    if not number or (isinstance(value, float) and math.isinf(value)):
         raise DataError(f"{key} must be text, a finite number or a list of one of them, got {_kind(value)}")
     return str(value)
 
 
-def _answer_of_solution(solution: str) -> str:
-    if "####" in solution:
-        return solution.rpartition("####")[2]
+def marked_answer(text: str) -> str:
+    """Return the gold answer in a text that is one or ends with one: what its solution marks, else the whole text."""
+    found = _answer_of_solution(text) if _MARK.search(text) else None
+    return text if found is None else found
+
+
+def _answer_of_solution(solution: str) -> str | None:
+    """Return what follows "####" in the last line, else what is in the last box; None without both.
+
+    Where a solution has a box, words behind "####" are the heading of a section.
+    """
     content = boxed_answer(solution)
     if content is None and (bare := _BARE_BOX.findall(solution)):
-        return bare[-1]
-    if content is None:
-        raise DataError("has no answer, and its solution holds neither #### nor \\boxed{...}")
+        content = bare[-1]
+    last = _MARK.split(solution.rstrip().rpartition("\n")[2])
+    if len(last) > 1 and (content is None or not _WORD.search(last[-1])):
+        return last[-1]
     return content
 
 

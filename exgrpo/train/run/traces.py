@@ -28,6 +28,7 @@ from exgrpo.train.common.records import Behaviour, KeptSets
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import parquet_values
 from exgrpo.train.data.questions import Question
+from exgrpo.train.data.rows import marked_answer
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 ZERO_LOG_PROB = 1e-3
@@ -36,10 +37,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def _gold(value: Any) -> Any:
-    """A right answer as text; what follows the last "####" counts."""
+    """Return a right answer as text, as rows of questions have it."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     text = str(value) if number else value
-    return text.rpartition("####")[2].strip() if isinstance(text, str) else text
+    return marked_answer(text).strip() if isinstance(text, str) else text
 
 
 def _array(value: Any, kinds: str, what: str) -> npt.NDArray:

@@ -25,10 +25,9 @@ def test_malformed_csv_rows_are_named_by_the_line_where_they_begin(tmp_path):
     path = tmp_path / "mine.csv"
     lines = ["question,answer,level", '"a\nb",1,', "c,1", "d,,", "", ",1,", '"e"f,1,', "g,h,1,3", 'h,1,"open', "i,1,"]
     path.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="5 of 7 rows are malformed") as caught:
+    with pytest.raises(ValueError, match="4 of 7 rows are malformed") as caught:
         load(str(path), TOKENIZER, max_prompt_tokens=100)
     assert [line.strip() for line in str(caught.value).split("\n")[1:]] == [
-        f"{path} line 5: has a question but neither answer nor solution; its keys are question ({REMEDY})",
         f"{path} line 7: has none of prompt, question, problem; its keys are answer ({REMEDY})",
         f"{path} line 8: not valid CSV: ',' expected after '\"'",
         f"{path} line 9: has more cells than the 3 columns that the first line names",

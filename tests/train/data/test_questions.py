@@ -145,8 +145,8 @@ def test_unreadable_files_are_named(tmp_path, name, content, message):
 
 def test_malformed_rows_of_parquet_are_numbered(tmp_path):
     path = tmp_path / "mine.parquet"
-    pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", None]}), path)
-    with pytest.raises(ValueError, match=r"mine.parquet row 2: has a question but neither answer nor solution"):
+    pq.write_table(pa.table({"question": ["a", None], "answer": ["1", "2"]}), path)
+    with pytest.raises(ValueError, match=r"mine.parquet row 2: has none of prompt, question, problem"):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 

@@ -17,6 +17,23 @@ from tests.train.data.test_questions import PAPER_ROW
         ({"problem": "p", "solution": "The largest root is $\\boxed 2$."}, "p", "2"),
         ({"problem": "p", "solution": "long \\boxed{1}", "answer": "5"}, "p", "5"),
         ({"question": "q", "problem": None, "answer": 42, "solution": None}, "q", "42"),
+        ({"question": "q", "answer": "He has 3 + 4 = 7.\n#### 72 clips\n"}, "q", "72 clips"),
+        ({"problem": "p", "solution": "It is yes.\n#### Yes"}, "p", "Yes"),
+        ({"problem": "p", "solution": "so \\boxed{5}.\n\n#### \\frac{10}{2}"}, "p", "\\frac{10}{2}"),
+        *(
+            ({"problem": "p", kind: f"so \\boxed{{5}}.\n\n{heading}"}, "p", "5")
+            for kind in ("solution", "answer")
+            for heading in (
+                "#### Verification\n5 + 5 = 10, as it should be.",
+                "#### Verification\n\n- 5 + 5 = 10\n- 5 > 0\n",
+                "#### Verification: 5 + 5 = 10",
+                "#### Verification",
+                "#### Step 2\n7",
+            )
+        ),
+        ({"problem": "p", "solution": "so \\boxed{5}.\n##### 2"}, "p", "5"),
+        ({"problem": "p", "answer": "why \\boxed{5}"}, "p", "why \\boxed{5}"),
+        ({"problem": "p", "answer": "#### 460\nThe answer is: 460"}, "p", "#### 460\nThe answer is: 460"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),
         ({"question": "q", "answer": ["C"]}, "q", "C"),
         (PAPER_ROW | {"reward_model": {"ground_truth": [7]}}, "What is 6 * 7?", "7"),
@@ -35,17 +52,16 @@ BAD_ROWS = [
         {"question": "q", "final": "1"},
         "neither answer nor solution; its keys are question, final .--data.columns quest",
     ),
-    ({"question": "q", "solution": "no mark"}, "neither #### nor"),
     ({"question": 5, "answer": "1"}, "the question must be text, got int 5"),
     ({"question": " ", "answer": "1"}, "the question is empty"),
-    ({"question": "q", "answer": "####"}, "the answer is empty"),
     ({"question": "q", "answer": True}, "answer must be text, a finite number"),
-    ({"question": "q", "answer": float("nan")}, "answer must be text, a finite number"),
+    ({"question": "q", "answer": float("inf")}, "answer must be text, a finite number"),
     ({"question": "q", "answer": ["1", "2"]}, "got a list of 2"),
     (PAPER_ROW | {"prompt": "text"}, "prompt must be a list"),
     (PAPER_ROW | {"prompt": [{"role": "system", "content": "x"}]}, "no user message"),
-    (PAPER_ROW | {"reward_model": None}, "no reward_model.ground_truth"),
-    (PAPER_ROW | {"reward_model": {"ground_truth": None}}, "no reward_model.ground_truth"),
+    ({"prompt": PAPER_ROW["prompt"]}, "no reward_model.ground_truth"),
+    (PAPER_ROW | {"reward_model": {"style": "rule"}}, "no reward_model.ground_truth"),
+    (PAPER_ROW | {"reward_model": {"ground_truth": {}}}, "ground_truth must be text"),
 ]
 
 
@@ -53,3 +69,20 @@ BAD_ROWS = [
 def test_malformed_rows_say_what_is_wrong(row, problem):
     with pytest.raises(ValueError, match=problem):
         parse_row(row, "file")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(
+            {"question": "q", "answer": answer}
+            for answer in (None, "", " \n", float("nan"), [None], "####", "why #### ")
+        ),
+        *({"question": "q", "solution": solution} for solution in (None, "", "no mark", "\\boxed{", "####")),
+        {"question": "q", "solution": "so\n#### 460\nThe answer is: 460"},
+        PAPER_ROW | {"reward_model": None},
+        PAPER_ROW | {"reward_model": {"ground_truth": None}},
+    ],
+)
+def test_a_row_without_a_gold_answer_is_sound(row):
+    assert parse_row(row, "file").gold == ""
