@@ -80,13 +80,14 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
     return [
         f"{processes} {train} {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
         f"A step has {config.questions} questions with {samples} answers each, {config.questions * samples} in all; "
-        f"there are {rows} questions, before over-long ones are left out.",
+        f"there are {early.counted}{rows} questions, before over-long ones are left out.",
         f"Up to {config.experience.ratio:.0%} of a step's questions are replayed ones, once "
         f"{config.experience.start_pass_rate:.0%} of the answers of a step were right."
         if config.experience.ratio
         else "Nothing is replayed.",
         f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
         f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
+        *early.notes,
         *anew,
         "Nothing was started: this is a dry run.",
     ]

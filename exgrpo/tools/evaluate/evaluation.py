@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from exgrpo.train.config.sources import names_of, settings_of
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
+from exgrpo.train.data.selection import COUNTED_WRONG, gold_note, lost_golds
 from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.check import check_dtype, check_weights
@@ -228,7 +229,8 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")
-    _warn(options, questions, left_out, console)
+    if world.is_main:
+        _warn(options, questions, left_out, console)
     sampling = Sampling(
         settings.rollout.max_tokens,
         temperature=options.rollout.temperature,
@@ -281,9 +283,10 @@ def verdicts(
         yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
 
 
-def _warn(options: Options, questions: Iterable[Question], left_out: Sequence[Question], console: Console) -> None:
-    """Name the rows that are not asked or contradict others, and the sources in `rollout.avg` without rows."""
-    if note := contradictions(questions):
+def _warn(options: Options, questions: Sequence[Question], left_out: Sequence[Question], console: Console) -> None:
+    """Name rows that are not asked, cannot be right or contradict others, and sources in `rollout.avg` without rows."""
+    lost = lost_golds(questions, options.reward)
+    for note in filter(None, (gold_note(questions, lost, COUNTED_WRONG), contradictions(questions))):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     for source, count in sorted(Counter(question.source for question in left_out).items()):
         console.print(

@@ -2,7 +2,8 @@
 
 import logging
 from bisect import bisect_right
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.config.recipe import validate
-from exgrpo.train.config.sources import names_of, settings_of
-from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
-from exgrpo.train.data.rows import Row
+from exgrpo.train.data.questions import Question, QuestionSet, joined_questions
+from exgrpo.train.data.rows import NO_COLUMNS, Row
+from exgrpo.train.data.selection import reward_name, select
+from exgrpo.train.reward.contract import Columns
+from exgrpo.train.reward.pool import Grader
+from exgrpo.train.rollout.turns.environments import find_environment
+from exgrpo.train.run.startup_checks import columns_taken
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +67,21 @@ class RunExperience:
             DataError: they cannot be read, or are others than those of the run.
             ModelError: there is no tokenizer.
         """
-        data, sets = self.config.data, []
-        for source in data.train:
-            limit, names = data.train_limit, names_of(source, data)
-            rows = read_rows(source, split=data.train_split, limit=limit, seed=self.config.seed, names=names)
-            prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
-            sets.append(question_set(source, rows, self.tokenizer, prompts, limit=limit, stop=stop))
-        questions = joined(sets)
+        questions = self._read(lambda reward: NO_COLUMNS)
+        if questions.fingerprint != self._fingerprint:  # columns may tell the questions of the run apart
+            rewards = [reward_name(self.config, source) for source in self.config.data.train]
+            with Grader.of(rewards, self.config.reward, workers=1) as grader:
+                questions = self._read(partial(columns_taken, grader, find_environment(self.config.environment)))
         if questions.fingerprint != self._fingerprint:
             raise DataError(
-                f"{', '.join(data.train)}: these are not the questions that {self.run} was trained on any more: put "
-                "back the files as they were"
+                f"{', '.join(self.config.data.train)}: these are not the questions that {self.run} was trained on any "
+                "more: put back the files as they were"
             )
         return questions
+
+    def _read(self, columns: Callable[[str], Columns]) -> QuestionSet:
+        data, rows = self.config.data, select(self.config, columns).rows
+        return joined_questions(data, data.train, rows, self.tokenizer, limit=data.train_limit)
 
     @cached_property
     def tokenizer(self) -> Any:

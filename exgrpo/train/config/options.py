@@ -73,6 +73,9 @@ class DataConfig(Section):
         (),
         description="In recipes: a list of {source, columns, prompt_format, reward, stop}, where a source differs.",
     )
+    keep_unreadable: bool = Field(
+        False, description="Train on rows whose gold answer is missing, cannot be read or can never be earned, too."
+    )
     chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
     system_prompt: Text | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import track
 
 from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.config.options import DataConfig
+from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
@@ -174,6 +176,29 @@ def question_set(
         )
     unread = len(rows) - len(questions) - len(left_out)
     return QuestionSet(tuple(questions), tuple(left_out), beyond_limit=unread)
+
+
+def joined_questions(
+    data: DataConfig,
+    sources: Sequence[str],
+    rows: Sequence[Sequence[Row]],
+    tokenizer: Any,
+    *,
+    limit: int | None,
+    progress: bool = False,
+) -> QuestionSet:
+    """Tokenise the rows of each of several sources and join them; see `load_questions`."""
+    return joined(
+        [
+            question_set(
+                *(source, of_source, tokenizer, PromptFormat.of_source(source, data)),
+                limit=limit,
+                progress=progress,
+                stop=settings_of(source, data.sources).stop,
+            )
+            for source, of_source in zip(sources, rows, strict=True)
+        ]
+    )
 
 
 def joined(sets: Sequence[QuestionSet]) -> QuestionSet:

@@ -16,9 +16,7 @@ from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import ConfigError, DataError, ModelError, is_first_rank, os_errors_as
 from exgrpo.train.config.options import Config, held_out_sets
 from exgrpo.train.config.recipe import changed, to_yaml
-from exgrpo.train.config.sources import settings_of
-from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import QuestionSet, joined, question_set
+from exgrpo.train.data.questions import QuestionSet, joined_questions
 from exgrpo.train.data.rows import Row
 from exgrpo.train.metrics.utilisation import BACKWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.policy.adapters import check_adapters
@@ -49,12 +47,15 @@ class Inputs:
         train_set: questions to train on.
         held_out: held-out questions, by the name of their set.
         grader: grades answers.
+        counted, notes: see `Early`.
     """
 
     pretrained: Pretrained
     train_set: QuestionSet
     held_out: dict[str, QuestionSet]
     grader: Grader
+    counted: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def read_inputs(config: Config, early: Early) -> Inputs:
@@ -71,14 +72,7 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     data = config.data
 
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
-        progress = is_first_rank()
-
-        def of_source(source: str, of: list[Row]) -> QuestionSet:
-            prompts = PromptFormat.of_source(source, data)
-            stop = settings_of(source, data.sources).stop
-            return question_set(source, of, pretrained.tokenizer, prompts, limit=limit, progress=progress, stop=stop)
-
-        return joined([of_source(source, of) for source, of in zip(sources, rows, strict=True)])
+        return joined_questions(data, sources, rows, pretrained.tokenizer, limit=limit, progress=is_first_rank())
 
     train = tokenised(data.train, early.train, data.train_limit)
     sets = held_out_sets(config)
@@ -86,7 +80,7 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     for questions in (train, *held_out.values()):
         check_prompts(pretrained, questions)
     check_best(config, held_out)
-    return Inputs(pretrained, train, held_out, early.grader)
+    return Inputs(pretrained, train, held_out, early.grader, early.counted, early.notes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -236,15 +236,17 @@ class Run:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {world.size} x {world.device.type}, "
-            f"{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
+            f"{self.inputs.counted}{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {self.parts.choice}{repeats}\n"
             + "".join(f"{line}\n" for line in (self.parts.memory, world.threads) if line)
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
             f"matrix products run at {self.utilisation.rate / 1e12:.3g} TFLOP/s here; mfu is the share of that rate "
             "that training reaches"
         )
-        if world.is_main and (note := contradictions(chain(questions, *self.inputs.held_out.values()))):
-            say(note)
+        if world.is_main:
+            both = contradictions(chain(questions, *self.inputs.held_out.values()))
+            for note in filter(None, (*self.inputs.notes, both)):
+                say(note)
         if self.started:
             say(str(self.started))
         if not self.policy.packs:

@@ -5,9 +5,10 @@ This module and what it imports at its top stay free of those three; a test keep
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
@@ -16,18 +17,26 @@ from exgrpo.train.config.hub import check_upload, offline_reason
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, check_evaluation, held_out_sets
 from exgrpo.train.config.pretrained import on_hub
-from exgrpo.train.config.sources import check_sources, names_of, settings_of
-from exgrpo.train.data.files import HELD_OUT_SEED, from_hub, own_reward, read_rows
+from exgrpo.train.config.sources import check_sources
+from exgrpo.train.data.files import HELD_OUT_SEED, from_hub
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
+from exgrpo.train.data.selection import (
+    COUNTED_WRONG,
+    gold_note,
+    lost_golds,
+    overlap_note,
+    read_sources,
+    reward_name,
+    select,
+)
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.rehearsal import rehearse
 from exgrpo.train.replay.stored import check_folder
 from exgrpo.train.reward.contract import TURNS, Columns
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout.turns.environments import find_environment
+from exgrpo.train.rollout.turns.environments import Environment, find_environment
 from exgrpo.train.run.traces import check_traces
 
 
@@ -36,14 +45,18 @@ class Early:
     """What the first look has read and started.
 
     Attributes:
-        train: rows of the questions to train on, by source.
+        train: rows of the questions to train on, by source, one row for each.
         held_out: rows of the held-out questions, by set and source.
         grader: grades answers; its processes run.
+        counted: see `Selection`.
+        notes: lines about the rows, for people.
     """
 
     train: list[list[Row]]
     held_out: dict[str, list[list[Row]]]
     grader: Grader
+    counted: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
@@ -71,35 +84,34 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     for source in sources:
         PromptFormat.of_source(source, data).check_settings()
     check_places(config.policy.path, sources)
-    own = {source: settings_of(source, data.sources).reward for source in sources}
-    rewards = {source: reward_of(own[source] or own_reward(source), reward.function) for source in sources}
     environment = find_environment(config.environment)
-    grader = Grader.of(rewards.values(), reward)
+    grader = Grader.of((reward_name(config, source) for source in sources), reward)
     resources.callback(grader.close)
-
-    def columns(reward: str) -> Columns:
-        taken = grader.columns(reward)
-        return taken.without(TURNS) | environment.columns if environment else taken
-
-    def read(sources: Sequence[str], split: str, limit: int | None, seed: int) -> list[list[Row]]:
-        return [
-            read_rows(
-                source,
-                split=split,
-                limit=limit,
-                seed=seed,
-                columns=columns(rewards[source]),
-                names=names_of(source, data),
-                reward=own[source],
-            )
-            for source in sources
-        ]
-
-    train = read(data.train, data.train_split, data.train_limit, config.seed)
-    held_out = {name: read(asked.source, asked.split, asked.limit, HELD_OUT_SEED) for name, asked in sets.items()}
+    columns = partial(columns_taken, grader, environment)
+    train = select(config, columns, progress=is_first_rank())
+    held_out = {
+        name: read_sources(config, asked.source, columns, split=asked.split, limit=asked.limit, seed=HELD_OUT_SEED)
+        for name, asked in sets.items()
+    }
+    notes = (train.note, *_held_out_notes(config, train.rows, held_out))
     if is_first_rank():
         check_upload(config.output)  # last, for it leaves a repository behind
-    return Early(train, held_out, grader)
+    return Early(train.rows, held_out, grader, train.counted, tuple(filter(None, notes)))
+
+
+def columns_taken(grader: Grader, environment: Environment | None, reward: str) -> Columns:
+    """Return the columns of a row that a reward, by its name, and the environment of a run take."""
+    taken = grader.columns(reward)
+    return taken.without(TURNS) | environment.columns if environment else taken
+
+
+def _held_out_notes(config: Config, train: list[list[Row]], held_out: dict[str, list[list[Row]]]) -> Iterator[str]:
+    sets = {name: list(chain.from_iterable(sources)) for name, sources in held_out.items()}
+    lost = lost_golds(chain.from_iterable(sets.values()), config.reward, progress=is_first_rank())
+    for name, rows in sets.items():
+        if note := gold_note(rows, lost, COUNTED_WRONG):
+            yield f"{name}: {note}"
+    yield overlap_note(chain.from_iterable(train), sets)
 
 
 def check_method(config: Config) -> None:

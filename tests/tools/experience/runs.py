@@ -80,8 +80,10 @@ def with_reply() -> Trajectory:
     return dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
 
 
-def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, **values: Any) -> Path:
-    """A run's folder with one checkpoint, as `Checkpoints` leaves it, without weights."""
+def make_run(
+    folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, asked: QuestionSet | None = None, **values: Any
+) -> Path:
+    """A run's folder with one checkpoint, as `Checkpoints` leaves it, without weights; it has asked `questions`."""
     of_run = config(values)
     memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
     place = np.arange(len(trajectories))
@@ -102,7 +104,7 @@ def make_run(folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5,
     checkpoint.mkdir(parents=True)
     manifest = Manifest(
         step=step,
-        fingerprint=questions(PromptFormat.of(of_run.data)).fingerprint,
+        fingerprint=(asked or questions(PromptFormat.of(of_run.data))).fingerprint,
         config=of_run.model_dump(mode="json"),
         files={},
         arrays=arrays,

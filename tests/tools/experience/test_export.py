@@ -1,5 +1,6 @@
 """What a run has stored becomes a data set, whole or not at all."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from exgrpo.tools.experience.sources import open_run
 from exgrpo.train.checkpoint.listing import EXPERIENCE
 from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
 from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import question_set
+from exgrpo.train.data.rows import Row
 from tests.tools.experience.runs import config, make_run, pretrained, questions, rows_of, same, some, trajectory
 from tests.train.batches import lists
 
@@ -143,3 +146,20 @@ def test_the_newest_sound_checkpoint_counts_and_damage_is_named(tmp_path, caplog
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no sound checkpoint.*is missing"):
         open_run(run)
+
+
+def test_rows_that_repeat_questions_or_have_no_gold_answer_are_read_as_the_run_has_read_them(tmp_path):
+    once = [{"question": one.text, "answer": one.gold, "level": 1} for one in questions()]
+    second = once[0] | {"level": 2}
+    rows = [*once, {"question": "why?", "answer": "proof", "level": 1}, second, *once]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def score(response, gold, *, level):\n    return level\n")
+    of_file = {"data": {"train": str(tmp_path / "mine.jsonl"), "train_limit": None}}
+    export(make_run(tmp_path / "plain", some(), **of_file), tmp_path / "set")
+    assert len(rows_of(tmp_path / "set")) == len(some())
+    taken = [*once, {"question": "why?", "answer": "proof"}, second]
+    asked_rows = [Row(row["question"], row["answer"], None, "") for row in taken]
+    asked = question_set("", asked_rows, pretrained().tokenizer, PromptFormat.of(config().data))
+    own = {**of_file, "reward": {"function": f"{tmp_path}/mine.py:score"}}
+    export(make_run(tmp_path / "own", some(), asked=asked, **own), tmp_path / "other")
+    assert len(rows_of(tmp_path / "other")) == len(some())

@@ -1,0 +1,208 @@
+"""The rows of a run's sources that are trained on: those whose gold answer can be earned, and one for each question."""
+
+import json
+import pickle
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.config.options import Config, RewardConfig
+from exgrpo.train.config.sources import names_of, settings_of
+from exgrpo.train.data.files import own_reward, read_rows
+from exgrpo.train.data.prompts import PromptFormat
+from exgrpo.train.data.questions import Question
+from exgrpo.train.data.rows import REMEDY, Row
+from exgrpo.train.reward.contract import Columns
+from exgrpo.train.reward.golds import unearnable
+from exgrpo.train.reward.names import BUILTIN, reward_of
+
+COUNTED_WRONG = "answers to them count as wrong"
+"""The fate of held-out questions: an average is one over all rows of its file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The rows that are trained on, and what there is to say of the others.
+
+    Attributes:
+        rows: rows by source, one for each question.
+        counted: number of rows in the sources, to be followed by that of the questions ("400 rows, "); empty where no
+            row asks the question of another one.
+        note: one line about gold answers that cannot be earned; empty: there are none.
+    """
+
+    rows: list[list[Row]]
+    counted: str
+    note: str
+
+
+def reward_name(config: Config, source: str) -> str:
+    """Return the name of the reward that grades the questions of a source."""
+    own = settings_of(source, config.data.sources).reward
+    return reward_of(own or own_reward(source), config.reward.function)
+
+
+def read_sources(
+    config: Config,
+    sources: Sequence[str],
+    columns: Callable[[str], Columns],
+    *,
+    split: str,
+    limit: int | None,
+    seed: int,
+) -> list[list[Row]]:
+    """Return the rows of each source.
+
+    Args:
+        config: of the run.
+        sources: of its questions.
+        columns: returns the columns that a reward takes, by its name.
+        split: of hub data sets and generators.
+        limit: number of questions that generators make.
+        seed: of generators.
+
+    Raises:
+        DataError: a source cannot be read.
+    """
+    return [
+        read_rows(
+            source,
+            split=split,
+            limit=limit,
+            seed=seed,
+            columns=columns(reward_name(config, source)),
+            names=names_of(source, config.data),
+            reward=settings_of(source, config.data.sources).reward,
+        )
+        for source in sources
+    ]
+
+
+def select(config: Config, columns: Callable[[str], Columns], *, progress: bool = False) -> Selection:
+    """Read the sources to train on and select their rows.
+
+    Args:
+        config: of the run.
+        columns: as in `read_sources`.
+        progress: show a progress bar where there is a terminal.
+
+    Raises:
+        DataError: a source cannot be read, or nothing of it is left.
+    """
+    data = config.data
+    found = read_sources(config, data.train, columns, split=data.train_split, limit=data.train_limit, seed=config.seed)
+    read = sum(map(len, found))
+    lost = lost_golds(chain.from_iterable(found), config.reward, progress=progress)
+    fate = (
+        "they are trained on" if data.keep_unreadable else "their rows are left out; --data.keep_unreadable keeps them"
+    )
+    note = gold_note(chain.from_iterable(found), lost, fate)
+    if not data.keep_unreadable:
+        found = [[row for row in rows if (row.reward, row.gold) not in lost] for rows in found]
+        if empty := [source for source, rows in zip(data.train, found, strict=True) if not rows]:
+            raise DataError(f"{shown(empty[0])} has no gold answer that can be earned: {note}; {REMEDY}")
+    rows = _distinct(config, found)
+    repeated = sum(map(len, found)) > sum(map(len, rows))
+    return Selection(rows, f"{read} rows, " if repeated else "", note)
+
+
+def lost_golds(
+    asked: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
+) -> set[tuple[str, str]]:
+    """Return the gold answers that are missing, or that a reward of this package can never match.
+
+    Rewards of the user's own are not judged: only they know what they compare.
+
+    Args:
+        asked: questions with gold answers.
+        options: of the rewards.
+        progress: show a progress bar where there is a terminal.
+
+    Returns:
+        set[tuple[str, str]]: the reward that the source brings, and the gold answer.
+    """
+    pairs = {(one.reward, one.gold) for one in asked}
+    judged = {pair for pair in pairs if reward_of(pair[0], options.function) in BUILTIN}
+    lost = unearnable(sorted(gold for _, gold in judged), options, progress=progress)
+    return {pair for pair in pairs if not pair[1] or (pair in judged and pair[1] in lost)}
+
+
+def gold_note(asked: Iterable[Row | Question], lost: Collection[tuple[str, str]], fate: str) -> str:
+    """Return one line about gold answers that cannot be earned, with the first of them; "" where there are none.
+
+    Args:
+        asked: the questions.
+        lost: as `lost_golds` returns them.
+        fate: says what becomes of the questions.
+    """
+    every = list(asked)
+    found = [one for one in every if (one.reward, one.gold) in lost]
+    if not found:
+        return ""
+    first = found[0]
+    place = (first.place if isinstance(first, Row) else shown(first.text, 80)) or first.source
+    gold = f"the first, {shown(first.gold, 40)}, in {place}" if first.gold else f"the first is missing in {place}"
+    return f"{len(found)} of {len(every)} gold answers cannot be read or can never be earned, {gold}: {fate}"
+
+
+def overlap_note(train: Iterable[Row], held_out: Mapping[str, Iterable[Row]]) -> str:
+    """Return one line about the training questions that are among the held-out ones; "" where there are none.
+
+    Args:
+        train: rows that are trained on, one for each question.
+        held_out: rows of the held-out questions, by the name of their set.
+    """
+    asked = {name: set(map(_words, rows)) for name, rows in held_out.items()}
+    found = [row for row in train if any(_words(row) in texts for texts in asked.values())]
+    if not found:
+        return ""
+    names = [name for name, texts in asked.items() if any(_words(row) in texts for row in found)]
+    many = "1 training question is" if len(found) == 1 else f"{len(found)} training questions are"
+    return (
+        f"{many} among the held-out ones of {', '.join(names)}, the first {shown(found[0].text, 80)}: remove them from "
+        "one side, for the evaluation measures what was trained on"
+    )
+
+
+def _words(row: Row) -> str:
+    return " ".join(row.text.split())
+
+
+def first_places(keys: Iterable[Hashable], seen: set[Hashable]) -> list[int]:
+    """Return the places of the first of each key that is not among `seen`, and add it there."""
+    places = []
+    for place, key in enumerate(keys):
+        if key not in seen:
+            seen.add(key)
+            places.append(place)
+    return places
+
+
+def canonical(columns: Mapping[str, Any]) -> str:
+    """Return a text that is the same for equal columns of a row."""
+    return json.dumps(columns, sort_keys=True, default=lambda value: pickle.dumps(value).hex()) if columns else ""
+
+
+def _distinct(config: Config, sources: Sequence[list[Row]]) -> list[list[Row]]:
+    """Return one row for each question, which is what the prompt asks, its gold answer, its reward and its columns."""
+    data = config.data
+    seen: set[Hashable] = set()
+    found = []
+    for source, rows in zip(data.train, sources, strict=True):
+        prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
+        setting = (prompts, stop, reward_name(config, source))
+        keys = (
+            (
+                *(setting, row.question, row.turns, row.system if prompts.keep_system else None),
+                *(row.gold, canonical(row.columns)),
+            )
+            for row in rows
+        )
+        found.append([rows[place] for place in first_places(keys, seen)])
+        if not found[-1]:
+            raise DataError(
+                f"{shown(source)}: all its questions are among those of the sources before it: leave it out"
+            )
+    return found
