@@ -187,7 +187,7 @@ def joined_questions(
     limit: int | None,
     progress: bool = False,
 ) -> QuestionSet:
-    """Tokenise the rows of each of several sources and join them; see `load_questions`."""
+    """Tokenise the rows of each of several sources, of which one has some, and join them; see `load_questions`."""
     return joined(
         [
             question_set(
@@ -196,6 +196,8 @@ def joined_questions(
                 progress=progress,
                 stop=settings_of(source, data.sources).stop,
             )
+            if of_source
+            else QuestionSet(())
             for source, of_source in zip(sources, rows, strict=True)
         ]
     )

@@ -27,13 +27,15 @@ class Selection:
     """The rows that are trained on, and what there is to say of the others.
 
     Attributes:
-        rows: rows by source, one for each question.
+        rows: rows by source, one for each question of it.
+        asked: the same without the questions of the sources before.
         counted: number of rows in the sources, to be followed by that of the questions ("400 rows, "); empty where no
             row asks the question of another one.
         note: one line about gold answers that cannot be earned; empty: there are none.
     """
 
     rows: list[list[Row]]
+    asked: list[list[Row]]
     counted: str
     note: str
 
@@ -103,9 +105,14 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
         found = [[row for row in rows if (row.reward, row.gold) not in lost] for rows in found]
         if empty := [source for source, rows in zip(data.train, found, strict=True) if not rows]:
             raise DataError(f"{shown(empty[0])} has no gold answer that can be earned: {note}; {REMEDY}")
-    rows = _distinct(config, found)
-    repeated = sum(map(len, found)) > sum(map(len, rows))
-    return Selection(rows, f"{read} rows, " if repeated else "", note)
+    rows, asked = _distinct(config, found)
+    if data.train_weights and not all(asked):
+        raise DataError(
+            f"data.train_weights: all questions of {shown(data.train[asked.index([])])} are among those of the sources "
+            "before it: leave it out"
+        )
+    repeated = sum(map(len, found)) > sum(map(len, asked))
+    return Selection(rows, asked, f"{read} rows, " if repeated else "", note)
 
 
 def lost_golds(
@@ -185,24 +192,25 @@ def canonical(columns: Mapping[str, Any]) -> str:
     return json.dumps(columns, sort_keys=True, default=lambda value: pickle.dumps(value).hex()) if columns else ""
 
 
-def _distinct(config: Config, sources: Sequence[list[Row]]) -> list[list[Row]]:
-    """Return one row for each question, which is what the prompt asks, its gold answer, its reward and its columns."""
+def _distinct(config: Config, sources: Sequence[list[Row]]) -> tuple[list[list[Row]], list[list[Row]]]:
+    """Return one row for each question of a source, and those of questions that no source before asks.
+
+    A question is what the prompt asks, its gold answer, its reward and the columns that are taken.
+    """
     data = config.data
     seen: set[Hashable] = set()
-    found = []
+    found, new = [], []
     for source, rows in zip(data.train, sources, strict=True):
         prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
         setting = (prompts, stop, reward_name(config, source))
-        keys = (
+        keys = [
             (
                 *(setting, row.question, row.turns, row.system if prompts.keep_system else None),
                 *(row.gold, canonical(row.columns)),
             )
             for row in rows
-        )
-        found.append([rows[place] for place in first_places(keys, seen)])
-        if not found[-1]:
-            raise DataError(
-                f"{shown(source)}: all its questions are among those of the sources before it: leave it out"
-            )
-    return found
+        ]
+        places = first_places(keys, set())
+        found.append([rows[place] for place in places])
+        new.append([found[-1][place] for place in first_places((keys[place] for place in places), seen)])
+    return found, new

@@ -45,7 +45,8 @@ class Early:
     """What the first look has read and started.
 
     Attributes:
-        train: rows of the questions to train on, by source, one row for each.
+        train: rows of the questions to train on, by source, one row for each question of it.
+        asked: the same without the questions of the sources before.
         held_out: rows of the held-out questions, by set and source.
         grader: grades answers; its processes run.
         counted: see `Selection`.
@@ -53,10 +54,11 @@ class Early:
     """
 
     train: list[list[Row]]
+    asked: list[list[Row]]
     held_out: dict[str, list[list[Row]]]
     grader: Grader
-    counted: str = ""
-    notes: tuple[str, ...] = ()
+    counted: str
+    notes: tuple[str, ...]
 
 
 def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
@@ -93,10 +95,10 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
         name: read_sources(config, asked.source, columns, split=asked.split, limit=asked.limit, seed=HELD_OUT_SEED)
         for name, asked in sets.items()
     }
-    notes = (train.note, *_held_out_notes(config, train.rows, held_out))
+    notes = (train.note, *_held_out_notes(config, train.asked, held_out))
     if is_first_rank():
         check_upload(config.output)  # last, for it leaves a repository behind
-    return Early(train.rows, held_out, grader, train.counted, tuple(filter(None, notes)))
+    return Early(train.rows, train.asked, held_out, grader, train.counted, tuple(filter(None, notes)))
 
 
 def columns_taken(grader: Grader, environment: Environment | None, reward: str) -> Columns:

@@ -134,13 +134,23 @@ def test_what_differs_in_turns_system_message_gold_answer_or_a_column_that_is_ta
 def test_a_question_of_two_sources_belongs_to_the_first_unless_they_ask_in_another_way(tmp_path):
     a = write(tmp_path / "a.jsonl", asked("p"), asked("q"))
     b = write(tmp_path / "b.jsonl", asked("q"), asked("r"), asked("r"))
-    found, _ = early([a, b])
-    assert questions(found) == [[("p", "1"), ("q", "1")], [("r", "1")]]
-    assert found.counted == "5 rows, "
-    other, _ = early([a, b], sources=[{"source": b, "prompt_format": "{question}!"}])
-    assert questions(other)[1] == [("q", "1"), ("r", "1")]
-    with pytest.raises(DataError, match=r"c.jsonl': all its questions are among those of the sources before it"):
-        early([a, b, write(tmp_path / "c.jsonl", asked("r"), asked("p"))])
+    c = write(tmp_path / "c.jsonl", asked("r"), asked("p"))
+
+    def of_sources(*sources, **options):
+        found, plan = early(list(sources), **options)
+        asked = [[row.question for row in rows] for rows in found.asked]
+        assert any(f"there are {found.counted}{sum(map(len, asked))} questions" in line for line in plan)
+        return asked, found.counted
+
+    assert of_sources(a, b) == ([["p", "q"], ["r"]], "5 rows, ")
+    assert of_sources(a, b, c) == ([["p", "q"], ["r"], []], "7 rows, ")
+    assert of_sources(a, c) == ([["p", "q"], ["r"]], "4 rows, ")
+    other = [{"source": b, "prompt_format": "{question}!"}]
+    assert of_sources(a, b, sources=other) == ([["p", "q"], ["q", "r"]], "5 rows, ")
+    with pytest.raises(
+        DataError, match=r"train_weights: all questions of '.*c.jsonl' are among those of the sources be"
+    ):
+        early([a, b, c], train_weights=[1, 2, 3])
 
 
 def test_training_questions_among_the_held_out_ones_are_counted(tmp_path):

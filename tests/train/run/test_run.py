@@ -163,7 +163,7 @@ def test_sources_are_mixed_by_weight_and_each_is_graded_by_its_own_reward(tmp_pa
         f"--output.folder={tmp_path / 'runs'}",
     )
     printed = " ".join(done.stdout.split())
-    assert f"60 questions from {', '.join(sources)}" in printed
+    assert f"60 rows, 43 questions from {', '.join(sources)}" in printed
     assert printed.count("1 question has different answers in different rows, such as '2 [/b]?' of 'mine': '2'") == 1
     training = [record for record in records(tmp_path / "runs" / "small") if "reward" in record]
     held_out = [record for record in records(tmp_path / "runs" / "small") if "test/pass_rate" in record]
