@@ -52,9 +52,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     Takes the arguments of `trl.GRPOTrainer`; tools and environments go with compositions that add stored answers to
     fresh ones. An answer is a success if the sum of its weighted rewards is at least `success` (see `bucket_by` for
-    continuous rewards); where no answer is one, or every one, although rewards differ, a warning says so. The data
-    loader only says how many steps there are: which rows of `train_dataset` make a generation is decided by the
-    experience, so that questions give way to replayed ones and solved ones leave. Training stops once all are solved.
+    continuous rewards); where no answer is one, or every one, although rewards differ, a warning says so. Rows of
+    `train_dataset` that agree in all columns but `index` are one question, of which the first row stays. The data
+    loader only says how many steps there are: which questions make a generation is decided by the experience, so that
+    they give way to replayed ones and solved ones leave. Training stops once all are solved.
 
     Attributes:
         replay: what is stored, which questions are solved, and whether replay has begun.
@@ -67,9 +68,15 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         ValueError: an option or argument excludes replay; the message names it and the remedy. No model is loaded then.
     """
 
+    train_dataset: Any  # of TRL
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_arguments(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
+        rows = check_arguments(dict(zip(inspect.signature(GRPOTrainer).parameters, args, strict=False)) | kwargs)
         super().__init__(*args, **kwargs)
+        if len(rows) < len(self.train_dataset):
+            if self.accelerator.is_main_process:
+                print(f"train_dataset: {len(self.train_dataset)} rows, {len(rows)} questions", flush=True)
+            self.train_dataset = self.train_dataset.select(rows)
         scaled = self.args.scale_rewards == "group"
         setting = Setting(self.args.experience, self.num_generations, self.args.success, scale_by_std=scaled)
         self.replay = Replay(setting, len(self.train_dataset), self.args.seed)

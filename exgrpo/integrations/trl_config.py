@@ -8,6 +8,7 @@ from typing import Any
 
 from exgrpo.extras import needs
 from exgrpo.integrations.trl_loss import beyond_kernel
+from exgrpo.integrations.trl_replay import ROW_NUMBERS, distinct_rows
 
 with needs(__name__, "exgrpo[trl]"):
     from datasets import Dataset
@@ -162,8 +163,12 @@ def check(options: ExGRPOConfig) -> None:
     _check_method(options, options.experience, options.objective)
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """The arguments of `ExGRPOTrainer`, before a model is loaded; it says what they raise."""
+def check_arguments(given: Mapping[str, Any]) -> list[int]:
+    """Check the arguments of `ExGRPOTrainer`, which says what they raise, before a model is loaded.
+
+    Returns:
+        list[int]: places of the rows of `train_dataset` that ask different questions.
+    """
     args, train_dataset = given.get("args"), given.get("train_dataset")
     if not isinstance(args, ExGRPOConfig):
         raise TypeError(f"args: expected an ExGRPOConfig, got {type(args).__name__}")
@@ -175,19 +180,22 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"train_dataset: expected a datasets.Dataset, got {type(train_dataset).__name__}: experience "
             "belongs to questions by index; a streamed one can be made a Dataset by Dataset.from_generator"
         )
+    acting = [name for name in ("tools", "environment_factory") if given.get(name)]
+    # To an environment the number of a row may be the seed of a game.
+    rows = distinct_rows(train_dataset, () if "environment_factory" in acting else ROW_NUMBERS)
     questions = args.generation_batch_size // args.num_generations
-    if len(train_dataset) < questions:
+    if len(rows) < questions:
         raise ValueError(
             f"train_dataset: a generation takes {questions} different questions and there are "
-            f"{len(train_dataset)}; lower generation_batch_size"
+            f"{len(rows)} in {len(train_dataset)} rows; lower generation_batch_size"
         )
     if {"image", "images"} & set(train_dataset.column_names):
         raise ValueError(IMAGES)
-    acting = [name for name in ("tools", "environment_factory") if given.get(name)]
     if acting and args.compose in IN_PLACE:
         raise ValueError(in_place_of_turns(", ".join(acting), args.compose))
     if args.start and "environment_factory" in acting:
         raise ValueError("start: the prompts of its questions are not known before the environment is; leave one out")
+    return rows
 
 
 def in_place_of_turns(acting: str, compose: str) -> str:

@@ -7,7 +7,7 @@ It imports no TRL.
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,39 @@ from exgrpo.integrations.trl_batch import places
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
+from exgrpo.train.data.distinct import canonical, first_places
 from exgrpo.train.data.questions import Question
 from exgrpo.train.data.rows import Message, as_text, marked_answer
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
 from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
 STATE = "state.json"
+ROW_NUMBERS = ("index", "__index_level_0__")
+"""Columns, also of `extra_info`, in which verl and pandas number rows: copies of a question differ in them."""
+
+
+def distinct_rows(data: Any, ignored: Collection[str] = ROW_NUMBERS) -> list[int]:
+    """Return the places of the rows that ask another question than all rows before.
+
+    Args:
+        data: a `datasets.Dataset`, or rows by their places.
+        ignored: columns in which rows that ask the same question may differ; any other may decide on a reward.
+    """
+
+    def asked(row: Mapping[str, Any]) -> str:
+        extra = row.get("extra_info")
+        both = {**row, "extra_info": _without(extra, ignored)} if isinstance(extra, Mapping) else row
+        return canonical(_without(both, ignored))
+
+    if not hasattr(data, "iter"):
+        return first_places((asked(data[place]) for place in range(len(data))), set())
+    batches = data.with_format(None).iter(batch_size=1024)  # one row at a time takes five times as long
+    rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
+    return first_places(map(asked, rows), set())
+
+
+def _without(columns: Mapping[str, Any], ignored: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in columns.items() if name not in ignored}
 
 
 class Plan(NamedTuple):

@@ -28,8 +28,9 @@ with needs(__name__, *PACKAGES):
     import numpy as np
     import torch
     import transfer_queue as tq
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig, OmegaConf, open_dict
     from tensordict import TensorDict
+    from torch.utils.data import Subset
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
     from verl.utils.config import omega_conf_to_dataclass
@@ -37,7 +38,7 @@ with needs(__name__, *PACKAGES):
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
-    from exgrpo.integrations.trl_replay import load_replay, plan_generation, refill, save_replay
+    from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, refill, save_replay
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
@@ -69,7 +70,11 @@ class ExGRPOTrainer(PPOTrainerSync):
         ConfigError: an option is wrong, or one of verl excludes replay; one line.
     """
 
-    total_training_steps: int  # of verl
+    # Of verl.
+    train_dataset: Any
+    steps_per_epoch: int
+    total_training_steps: int
+    parameter_sync_step: int
 
     def __init__(self, config: DictConfig) -> None:
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
@@ -85,6 +90,9 @@ class ExGRPOTrainer(PPOTrainerSync):
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
+        rows = distinct_rows(getattr(self.train_dataset, "dataframe", self.train_dataset))
+        if len(rows) < len(self.train_dataset):
+            self._merge(rows)
         options, objective = self.options, self.options.objective
         setting = Setting(
             *(options.experience, options.rollout.samples, options.reward.success),
@@ -92,6 +100,20 @@ class ExGRPOTrainer(PPOTrainerSync):
         )
         option = "exgrpo.reward.success"
         self.replay = Replay(setting, len(self.train_dataset), options.seed, success_option=option)
+
+    def _merge(self, rows: list[int]) -> None:
+        """Keep these rows, one for each question; where epochs say how many steps there are, they are of questions."""
+        count, trainer, batch = len(rows), self.config.trainer, self.config.data.train_batch_size
+        print(f"data.train_files: {len(self.train_dataset)} rows, {count} questions", flush=True)
+        if count < batch:
+            raise ConfigError(f"data.train_batch_size={batch}: data.train_files has {count} questions; lower it")
+        self.train_dataset = Subset(self.train_dataset, rows)
+        if trainer.total_training_steps is None:
+            self.steps_per_epoch = count // batch
+            self.total_training_steps = self.steps_per_epoch * trainer.total_epochs
+            with open_dict(self.config):
+                optimizer = self.config.actor_rollout_ref.actor.optim
+                optimizer.total_training_steps = self.total_training_steps * self.parameter_sync_step
 
     def on_init_end(self) -> None:
         """Give the workers the loss, and a new run the experience that it begins with."""

@@ -93,6 +93,24 @@ def test_two_workers_train_and_a_resumed_run_has_the_same_plan(python: Path, tmp
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
+def test_a_run_on_repeated_rows_is_that_on_each_row_once(python: Path, tmp_path: Path) -> None:
+    options = ("+exgrpo.recipe=exgrpo", "+exgrpo.experience.start_pass_rate=0", "trainer.total_epochs=2")
+    by_epochs = (*options, "trainer.total_training_steps=null")
+    once, often = (train(python, tmp_path / str(copies), *by_epochs, copies=copies) for copies in (1, 5))
+    assert sorted(once) == sorted(often) == [1, 2, 3, 4]  # eight questions, four in a step
+    for step, of_step in once.items():  # which session gets which answer to a question, depends on the time
+        assert of_step["plan"] == often[step]["plan"]
+        for name in ("question", "group", "replayed", "trained"):
+            assert of_step["graded"][name] == often[step]["graded"][name], name
+        names = [name for name in of_step["metrics"] if name.startswith("experience/")]
+        assert {name: of_step["metrics"][name] for name in names} == {
+            name: often[step]["metrics"][name] for name in names
+        }
+    assert any(any(of_step["graded"]["replayed"]) for of_step in often.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_a_method_by_functions_of_ones_own_and_stored_answers_alone(python: Path, tmp_path: Path) -> None:
     options = (
         *("+exgrpo.recipe=rollout_level", "+exgrpo.experience.start_pass_rate=0"),

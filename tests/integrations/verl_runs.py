@@ -84,10 +84,11 @@ def train(
     workers: int = 1,
     steps: int = 3,
     reward: str = "float(len(solution_str) % 2)",
+    copies: int = 1,
 ) -> dict[int, dict[str, Any]]:
     """Train by verl's own command, and what each step has written; see `verl_cpu.Traced`."""
     folder.mkdir(exist_ok=True)
-    task = write_task(folder / "task", reward)
+    task = write_task(folder / "task", reward, copies)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     storage = "transfer_queue.backend.SimpleStorage"
     command = [

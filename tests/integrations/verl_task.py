@@ -16,12 +16,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **mo
 """
 
 
-def write_task(folder: Path, reward: str) -> Path:
-    """The files model/, questions.parquet and reward.py in a folder, which is made; all questions have the index 0.
+def write_task(folder: Path, reward: str, copies: int = 1) -> Path:
+    """The files model/, questions.parquet and reward.py in a folder, which is made; a row's index is its copy.
 
     Args:
         folder: see above.
         reward: an expression of `solution_str`, a number or a dict with a score.
+        copies: rows of each question.
     """
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
@@ -40,8 +41,9 @@ def write_task(folder: Path, reward: str) -> Path:
             "data_source": "sums",
             "prompt": [{"role": "user", "content": f"{a}+{b}="}],
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"index": 0},
+            "extra_info": {"index": copy},
         }
+        for copy in range(copies)
         for a in range(4)
         for b in range(2)
     ]

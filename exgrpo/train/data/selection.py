@@ -1,15 +1,13 @@
 """The rows of a run's sources that are trained on: those whose gold answer can be earned, and one for each question."""
 
-import json
-import pickle
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.config.options import Config, RewardConfig
 from exgrpo.train.config.sources import names_of, settings_of
+from exgrpo.train.data.distinct import canonical, first_places
 from exgrpo.train.data.files import own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question
@@ -177,38 +175,22 @@ def _words(row: Row) -> str:
     return " ".join(row.text.split())
 
 
-def first_places(keys: Iterable[Hashable], seen: set[Hashable]) -> list[int]:
-    """Return the places of the first of each key that is not among `seen`, and add it there."""
-    places = []
-    for place, key in enumerate(keys):
-        if key not in seen:
-            seen.add(key)
-            places.append(place)
-    return places
-
-
-def canonical(columns: Mapping[str, Any]) -> str:
-    """Return a text that is the same for equal columns of a row."""
-    return json.dumps(columns, sort_keys=True, default=lambda value: pickle.dumps(value).hex()) if columns else ""
-
-
 def _distinct(config: Config, sources: Sequence[list[Row]]) -> tuple[list[list[Row]], list[list[Row]]]:
     """Return one row for each question of a source, and those of questions that no source before asks.
 
     A question is what the prompt asks, its gold answer, its reward and the columns that are taken.
     """
     data = config.data
+    settings: dict[Hashable, int] = {}
     seen: set[Hashable] = set()
     found, new = [], []
     for source, rows in zip(data.train, sources, strict=True):
         prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
-        setting = (prompts, stop, reward_name(config, source))
+        # A number, since the texts of a format would be hashed with every row.
+        setting = settings.setdefault((prompts, stop, reward_name(config, source)), len(settings))
+        system = prompts.keep_system
         keys = [
-            (
-                *(setting, row.question, row.turns, row.system if prompts.keep_system else None),
-                *(row.gold, canonical(row.columns)),
-            )
-            for row in rows
+            (setting, row.question, row.turns, system and row.system, row.gold, canonical(row.columns)) for row in rows
         ]
         places = first_places(keys, set())
         found.append([rows[place] for place in places])
