@@ -61,7 +61,7 @@ test-long: $(READY)
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist load --long tests/kernels -W ignore::RuntimeWarning
 	$(BIN)/python -m tests.torture --minutes 30
 
-# The tests of the kernels ten times, as on several processors. `make test-processors ARGS="-k bits"`
+# The tests of the kernels twelve times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)
 	sh tests/kernels/processors.sh $(BIN)/pytest $(FILES) $(ARGS)
 

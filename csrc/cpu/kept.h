@@ -15,6 +15,8 @@ struct KeptKernels {
   T (*dot)(const E* a, const E* b, int64_t size);
   // total += factor * row
   void (*add)(T* total, const E* row, T factor, int64_t size);
+  // The same of `count` rows, one after the other, each `stride` entries behind the one before, with factors of their own.
+  void (*add_rows)(T* total, const E* rows, int64_t stride, const T* factors, int64_t count, int64_t size);
   // row = total, rounded
   void (*put)(E* row, const T* total, int64_t size);
 };

@@ -25,34 +25,6 @@ RowKernels<T> row_kernels_of() {
   EXGRPO_PICK(row_kernels<T>())
 }
 
-// Calls function(E{}, T{}) with the entries of a bfloat16, float32 or float64 tensor and the type of its sums.
-template <class F>
-auto for_entries_of(const Tensor& tensor, const char* name, F&& function) {
-  const ScalarType type = tensor.scalar_type();
-  check(type == ScalarType::BFloat16 || type == ScalarType::Float || type == ScalarType::Double, name,
-        "bfloat16, float32 or float64");
-  if (type == ScalarType::BFloat16) return function(uint16_t{}, float{});
-  return type == ScalarType::Float ? function(float{}, float{}) : function(double{}, double{});
-}
-
-template <class E>
-struct Matrix {
-  E* first;
-  int64_t rows, columns, stride;
-
-  Matrix(const Tensor& tensor, const char* name, ScalarType type) {
-    check(tensor.is_cpu() && tensor.dim() == 2 && tensor.scalar_type() == type, name,
-          "a matrix on the CPU with the dtype of the others");
-    check(tensor.size(1) < 2 || tensor.stride(1) == 1, name, "unit stride along its rows");
-    first = static_cast<E*>(tensor.data_ptr());
-    rows = tensor.size(0);
-    columns = tensor.size(1);
-    stride = tensor.stride(0);
-  }
-
-  E* row(int64_t i) const { return first + i * stride; }
-};
-
 struct Sets {
   const int32_t* ids;
   const int64_t *starts, *bounds;

@@ -2,18 +2,28 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "arguments.h"
+#include "kept.h"
 #include "rows.h"
 
 namespace exgrpo {
 namespace {
 
 constexpr int64_t entries_of_a_thread = 32768;  // at least: a few microseconds
+constexpr int64_t columns_of_a_part = 64;       // of which one thread adds up the rows
+constexpr int64_t columns_at_once = 2048;       // whose sums the first-level cache holds
+constexpr int64_t rows_at_once = 64;            // that are added up before their sum is
 
 template <class T>
 RowKernels<T> kernels() {
   EXGRPO_PICK(row_kernels<T>())
+}
+
+template <class E, class T>
+auto adding() {
+  EXGRPO_PICK(kept_kernels<E, T>().add_rows)
 }
 
 template <class T>
@@ -111,6 +121,34 @@ void row_gradient(Tensor exponential, Tensor target, OptionalTensor temperature,
   });
 }
 
+// Adds matrix.T @ factor to total. A column is one thread's, and the order of its sum depends on the number of rows alone.
+void add_column_sums(Tensor matrix, Tensor factor, Tensor total) {
+  for_entries_of(matrix, "matrix", [&](auto entry, auto zero) {
+    using E = decltype(entry);
+    using T = decltype(zero);
+    const Matrix<E> terms(matrix, "matrix", matrix.scalar_type());
+    const int64_t rows = terms.rows, columns = terms.columns;
+    const T* factors = values<T>(factor, rows, "factor");
+    T* out = values<T>(total, columns, "total");
+    const auto add_rows = adding<E, T>();
+    const int64_t parts = (columns + columns_of_a_part - 1) / columns_of_a_part;
+    const int64_t grain = std::max<int64_t>(1, entries_of_a_thread / (columns_of_a_part * std::max<int64_t>(1, rows)));
+    torch::stable::parallel_for(0, parts, grain, [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min(columns, end * columns_of_a_part);
+      std::vector<T> sums(columns_at_once);
+      for (int64_t first = begin * columns_of_a_part; first < last; first += columns_at_once) {
+        const int64_t size = std::min(columns_at_once, last - first);
+        for (int64_t row = 0; row < rows; row += rows_at_once) {
+          std::fill(sums.begin(), sums.end(), T(0));
+          const int64_t count = std::min(rows_at_once, rows - row);
+          add_rows(sums.data(), terms.row(row) + first, terms.stride, factors + row, count, size);
+          for (int64_t j = 0; j < size; ++j) out[first + j] += sums[j];
+        }
+      }
+    });
+  });
+}
+
 void advise_huge_pages(Tensor memory) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t page = uintptr_t{2} << 20;
@@ -134,6 +172,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(exgrpo_C, library) {
   library.def(
       "row_gradient(Tensor(a!) exponential, Tensor target, Tensor? temperature, float? softcap, Tensor anchor, "
       "Tensor gap, Tensor mean, Tensor at_target, Tensor log_prob, Tensor entropy) -> ()");
+  library.def("add_column_sums(Tensor matrix, Tensor factor, Tensor(a!) total) -> ()");
   library.def("advise_huge_pages(Tensor(a!) memory) -> ()");
 }
 
@@ -141,5 +180,6 @@ STABLE_TORCH_LIBRARY_IMPL(exgrpo_C, CPU, library) {
   library.impl("row_largest", TORCH_BOX(&exgrpo::row_largest));
   library.impl("row_sums", TORCH_BOX(&exgrpo::row_sums));
   library.impl("row_gradient", TORCH_BOX(&exgrpo::row_gradient));
+  library.impl("add_column_sums", TORCH_BOX(&exgrpo::add_column_sums));
   library.impl("advise_huge_pages", TORCH_BOX(&exgrpo::advise_huge_pages));
 }

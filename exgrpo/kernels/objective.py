@@ -41,6 +41,19 @@ class TokenObjective(NamedTuple):
     """[T]: derivatives of the objectives with respect to the log-probabilities."""
 
 
+def sum_rows(terms: Tensor) -> Tensor:
+    """Sum of ``terms`` [n, ...] over the first dimension; on a CPU it overwrites them.
+
+    It has the same bits for any number of threads: torch cuts long sums into a part for each thread, and here there are
+    none but those of two terms.
+    """
+    while terms.is_cpu and len(terms) > 1:
+        half = len(terms) // 2
+        terms[:half] += terms[-half:]
+        terms = terms[: len(terms) - half]
+    return terms.sum(0)
+
+
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), the exponent cut off at MAX_LOG_RATIO."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
@@ -83,7 +96,7 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
     tokens = PolicyTokens(old_log_prob, advantage, replayed)
     value, coefficient, ratio, clipped = policy_objective(log_prob, tokens, surrogate)
     counted = torch.ones_like(ratio) if mask is None else mask
-    sums = torch.stack([terms.sum(dtype=torch.float64) for terms in (value, entropy, counted)])
+    sums = sum_rows(torch.stack([terms.double() for terms in (value, entropy, counted)], 1))
     if mask is not None:
         ratio = ratio.masked_fill(~mask, 0)
     return TokenObjective(sums, torch.stack((log_prob, entropy, ratio, clipped.to(dtype))), coefficient)

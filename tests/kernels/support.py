@@ -4,14 +4,17 @@ import os
 import shutil
 import sysconfig
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo import kernels
 from exgrpo.kernels import reference
+from exgrpo.kernels.chunks import walks
 
 INTERPRETING = bool(os.environ.get("TRITON_INTERPRET"))
 """Whether Triton's kernels are interpreted here, which takes a thousand times as long as on a GPU."""
@@ -33,6 +36,32 @@ def long_interpreted(value):
     if not INTERPRETING:
         return value
     return pytest.mark.long(value) if callable(value) else pytest.param(value, marks=pytest.mark.long)
+
+
+class InsideMode(TorchDispatchMode):
+    """A mode that sees what is done inside the operators of heads, and not only their names."""
+
+    WALKS = ("log_prob_forward", "log_prob_backward", "policy_loss_forward")
+
+    def __init__(self):
+        super().__init__()
+        self.patches = pytest.MonkeyPatch()
+
+    def __enter__(self):
+        for name in self.WALKS:  # where it is entered again
+            self.patches.setattr(walks, name, partial(self.within, getattr(walks, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.undo()
+        return super().__exit__(*error)
+
+    def within(self, function, *args, **kwargs):
+        super().__enter__()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
 
 @dataclass

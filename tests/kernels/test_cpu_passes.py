@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from exgrpo.kernels import extension, policy_loss, sequence_entropy
+from exgrpo.kernels import extension
 
 if extension.MISSING:
     pytest.skip(extension.MISSING, allow_module_level=True)
@@ -19,13 +19,12 @@ from exgrpo.kernels.chunks import softmax
 from exgrpo.kernels.chunks.softmax import Sums
 from exgrpo.kernels.extension import OPERATORS
 
-from .support import make_case, make_tokens
-
 ASKED = "EXGRPO_CPU_ISA"
 NAMES = ("baseline", "avx2", "avx512")
 # Those tests that depend on how the kernels compute.
 SHARED = [
     "test_cpu_passes.py",
+    "test_threads.py",
     "test_extremes.py",
     "test_kept.py",
     "test_linear_log_prob.py",
@@ -57,7 +56,7 @@ def row_sums(logits, target, *, bias=None, softcap=None, temperature=None, ancho
 @pytest.mark.skipif(ASKED in os.environ, reason="this process is for one of them")
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("avx2", SHARED[:2]), *(pytest.param(name, SHARED, marks=pytest.mark.long) for name in NAMES)],
+    [("avx2", SHARED[:3]), *(pytest.param(name, SHARED, marks=pytest.mark.long) for name in NAMES)],
     ids=["avx2, quickly", *NAMES],
 )
 def test_other_instruction_sets(name, asked):
@@ -117,26 +116,17 @@ def test_logarithms_and_tangents(dtype):
     assert ((z.double() - exact).abs() <= 8 * EPSILON[dtype] * exact.abs()).all()
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
-def test_same_bits_for_any_number_of_threads(kind, set_threads):
-    case = make_case(300, 70, 700, kind, "cpu", bias=True)
-    old, advantage, replayed = make_tokens(case)
-    more = {"replayed": replayed, "entropy_coef": 0.1}
-    bounds = torch.tensor([0, 100, 300])
-    many = torch.randn(2, 50_000, dtype=torch.float64).to(kind)
-
-    def everything():
-        loss = case.policy_loss(old, advantage, backend="cpu", **more)
-        found = case.log_prob(backend="cpu")
-        entropy = sequence_entropy(case.hidden, case.weight, case.target, bounds, bias=case.bias, backend="cpu")
-        gradients = case.gradients(loss.loss) + case.gradients(found.log_prob.sum())
-        return [*loss, *found, entropy, *gradients, *policy_loss(*many, many[0])]
-
-    set_threads(1)
-    alone = everything()
-    for threads in (2, 3):
-        set_threads(threads)
-        assert all(torch.equal(a, b) for a, b in zip(alone, everything(), strict=True))
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 15), (64, 64), (301, 2113), (5, 8209), (3001, 70)])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_of_columns(rows, columns, stored):
+    """To some roundings of their terms, in memory that has a gap behind each row."""
+    matrix, _ = make_rows(rows, columns, torch.float64, beyond=3)
+    matrix = matrix.to(stored)
+    precise = torch.promote_types(stored, torch.float32)
+    factor, total = torch.randn(rows, dtype=precise), torch.randn(columns, dtype=precise)
+    terms = torch.cat((total.double().unsqueeze(0), matrix.double() * factor.double().unsqueeze(1)))
+    OPERATORS.add_column_sums(matrix, factor, total)
+    assert ((total.double() - terms.sum(0)).abs() <= 8 * EPSILON[precise] * terms.abs().sum(0)).all()
 
 
 def test_long_sums_lose_nothing():

@@ -9,45 +9,25 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from exgrpo.kernels import dispatch, linear_log_prob
-from exgrpo.kernels.chunks import chunking, walks
+from exgrpo.kernels.chunks import chunking
 
 from .conftest import BACKENDS, DEVICE
-from .support import INTERPRETING, Case, make_case
+from .support import INTERPRETING, Case, InsideMode, make_case
 
 CPU = torch.device("cpu")
 CPU_CHUNK = chunking.CHUNK_BYTES["cpu"]
 TOKENS, WIDTH, VOCABULARY = 2000, 16, 3000
-WALKS = ("log_prob_forward", "log_prob_backward", "policy_loss_forward")
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(InsideMode):
     """Bytes of the storages made while it is active that were alive at once, inside our operators too."""
 
     def __init__(self):
         super().__init__()
-        self.patches = pytest.MonkeyPatch()
         self.live = self.peak = 0
         self.known = set()
-
-    def __enter__(self):
-        # A mode sees an operator, not what the operator does: it is entered again there.
-        for name in WALKS:
-            self.patches.setattr(walks, name, partial(self.within, getattr(walks, name)))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.patches.undo()
-        return super().__exit__(*error)
-
-    def within(self, function, *args, **kwargs):
-        super().__enter__()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            super().__exit__(None, None, None)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.note((args, kwargs), counted=False)  # what existed before; a view of it is no new memory

@@ -17,6 +17,7 @@ from torch import Tensor
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.inputs import Head, compute_dtype
+from exgrpo.kernels.objective import sum_rows
 
 
 @functools.cache
@@ -170,6 +171,11 @@ class Products:
     def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
         """Adds grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
         rows, vocabulary = grad_logits.shape
+        if grad_logits.is_cpu:  # a library's product adds up in an order that depends on the number of threads
+            most = chunking.block_rows(vocabulary, self.compute, total.device, self.memory)
+            for start, end in chunking.spans(rows, most):
+                total += sum_rows(grad_logits[start:end] * factor[start:end].unsqueeze(1))
+            return
         for start, end in chunking.spans(vocabulary, chunking.tile_rows(4 * rows, self.memory)):
             total[start:end].addmv_(grad_logits[:, start:end].t().to(self.compute), factor)
 

@@ -18,6 +18,7 @@ from exgrpo.kernels.chunks.passes import Backend, Passes, PassesOf
 from exgrpo.kernels.chunks.products import unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
 from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
+from exgrpo.kernels.objective import sum_rows
 
 
 class Part(NamedTuple):
@@ -130,8 +131,7 @@ def policy_loss_forward(
         gradients.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
         results = _policy_results(walk, passes, tokens, row_terms, gradients, most)
         value, _, entropies, *_ = results
-        total = value.sum() + terms.entropy_coef * entropies.sum() if everywhere else value.sum()
-        losses.append(-total / normalizer)
+        losses.append(-sum_rows(value + terms.entropy_coef * entropies if everywhere else value.clone()) / normalizer)
         found.append(walk.all_tokens(results[1:5]))
     return _together(losses).to(results.dtype), _together(found), gradients.finish()
 

@@ -12,9 +12,8 @@ from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Factors, Statistics, Sums
-from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses, unit_stride
+from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses, CpuProducts, unit_stride
 from exgrpo.kernels.extension import OPERATORS
 
 MOST_ROWS = 2048
@@ -36,7 +35,7 @@ def passes_of(head: ChunkedHead) -> CpuPasses:
     return FusedCpuPasses(head) if fused else CpuPasses(head)
 
 
-class TileProducts(Products):
+class TileProducts(CpuProducts):
     """Gradient products with bfloat16 operands and float32 sums, which one chunk alone rounds as it writes them."""
 
     def __init__(self, weight: Tensor, operand: torch.dtype) -> None:

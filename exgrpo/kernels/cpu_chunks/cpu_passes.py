@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.products import Products
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks import cpu_tokens
 from exgrpo.kernels.extension import OPERATORS
@@ -11,10 +12,22 @@ from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, sets_of
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 
+class CpuProducts(Products):
+    """The library's products, and a sum over rows whose order is its own."""
+
+    def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
+        """See `Products`."""
+        OPERATORS.add_column_sums(grad_logits, factor, total)
+
+
 class CpuPasses(TorchPasses):
     """All that is done with a row is done while it is in cache; what no gradient follows is not written back."""
 
     formulas = cpu_tokens
+
+    def __init__(self, head: ChunkedHead) -> None:
+        super().__init__(head)
+        self.products = CpuProducts(head.head.weight, head.options.operand, head.options.memory)
 
     def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
         """See `Passes`."""
@@ -87,8 +100,6 @@ class CpuKeptPasses(KeptPasses):
         self.written_once = self.operand
         bias = head.head.bias
         self.bias = None if bias is None else bias.to(self.compute).contiguous()
-        if bias is not None:
-            self.pair_bytes = KeptPasses.pair_bytes  # its gradient is plain PyTorch
         self.ids = torch.empty(0) if head.options.kept is None else head.options.kept.ids.contiguous()
 
     def scratch(self) -> tuple[int, ...]:
@@ -148,8 +159,8 @@ class CpuKeptPasses(KeptPasses):
 
     def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
         """See `Products`."""
-        self.find_pairs()
-        super().add_bias_gradient(grad_logits, factor, total)
+        ones = factor.new_ones(len(factor), 1)
+        self.add_weight_gradient(grad_logits, ones, factor.unsqueeze(1), total.unsqueeze(1), fresh=False)
 
     def _sums(self, logits: Tensor, chunk: Chunk, anchor: Tensor | None, *, write: bool) -> Tensor:
         """Anchor, gap, S and sum of exp(d) d of each row, [4, rows]; exp(d) over the logits."""

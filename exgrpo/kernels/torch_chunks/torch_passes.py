@@ -79,7 +79,7 @@ class TorchPasses(ByFormulas):
         """A chunk's raw products, in memory that the next chunk overwrites."""
         if self._buffer is None:
             self._buffer = self._memory(chunk)
-        self._exponential = self.head.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
+        self._exponential = self.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
         return self._exponential
 
     def _memory(self, chunk: Chunk) -> Tensor:
