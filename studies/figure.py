@@ -4,13 +4,16 @@ import io
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
-
-from exgrpo.train.metrics.report.figures import COLOURS, mean_curve
+from exgrpo.extras import needs
+from exgrpo.train.metrics.report.curves import mean_curve
+from exgrpo.train.metrics.report.page import COLOURS
 from studies.findings import Findings
+
+with needs(__name__, "exgrpo[bench]"):
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
 WIDTH, HEIGHT, LEGEND = 3.6, 2.4, 0.45
 """Inches of a plot, and of the line with the names of the arms."""

@@ -1,36 +1,16 @@
-"""A study's findings as an HTML page with plots, and as tables in Markdown."""
+"""A study's findings as tables in Markdown."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from exgrpo.train.metrics.report.draw import Panel, Plot, PlotGroup, draw_lines
-from exgrpo.train.metrics.report.figures import colour, key, template
-from exgrpo.train.metrics.report.runs import RunColumns
 from studies.findings import SCORES, Findings
-from studies.results import Result
 from studies.statistics import FEWEST_SEEDS, LEVEL, Interval
-from studies.summary import headline, short, words
+from studies.summary import headline
 
-COSTS = {
-    "generated_tokens": "generated tokens",
-    "step": "steps",
-    "gradient_tokens": "tokens with a gradient",
-    "seconds": "training time",
-}
 COUNTED = {"generated_tokens": "tokens", "seconds": "seconds"}
 """The costs that tables have, in short."""
-X = {"seconds": "seconds_so_far"}
-"""What a plot calls a cost."""
-WATCHED = {
-    "train/entropy": ("Entropy of fresh answers", "nats per token"),
-    "train/entropy_gap": ("Entropy of wrong answers less that of right ones", "nats per token"),
-    "train/idle_group_fraction": ("Groups without an advantage", "fraction"),
-    "train/buffer_trajectories": ("Stored answers", "count"),
-    "train/retired": ("Retired questions", "questions"),
-}
 
 
 @dataclass(frozen=True)
@@ -59,26 +39,6 @@ def table(findings: Findings) -> str:
         f"{_origin(findings)}\n",
     ]
     return "\n".join(parts)
-
-
-def page(findings: Findings) -> str:
-    """One self-contained HTML page: the result first, then what it rests on."""
-    plan = findings.study.plan
-    plots = {task: _plots(findings, task) for task in findings.tasks}
-    return template(Path(__file__).with_name("page.html")).render(
-        title=plan.title,
-        result=headline(findings),
-        words=words(findings),
-        text=plan.text,
-        origin=_origin(findings),
-        tables=list(tables(findings)),
-        looks=[
-            {"label": arm.name, "colour": colour(i), "marker": key(i), "text": plan.arms[arm.name].text}
-            for i, arm in enumerate(findings.arms)
-        ],
-        first=[(task, of[:1], *short(findings, task)) for task, of in plots.items()],
-        sections=[(task, of[1:]) for task, of in plots.items()],
-    )
 
 
 def tables(findings: Findings) -> Iterator[Table]:
@@ -207,27 +167,6 @@ def _at_equal_cost(findings: Findings, task: str) -> Table:
 
 def _ratio(found: Interval) -> str:
     return _bold(found.text(".2f"), found.high < 1)
-
-
-def _plots(findings: Findings, task: str) -> list[Plot]:
-    groups = [PlotGroup(arm.name, [_columns(run) for run in arm.runs[task]]) for arm in findings.arms]
-    panels = [
-        Panel(f"Pass@1 against {words}", "held-out Pass@1", {"pass_at_1": ""}, X.get(cost, cost), held_out=True)
-        for cost, words in COSTS.items()
-    ]
-    panels += [
-        Panel(f"{findings.score_name(name)} against generated tokens", "held out", {name: ""}, "generated_tokens", True)
-        for name in ("pass_at_k", "distinct_at_k")
-    ]
-    panels += [Panel(title, unit, {name: ""}, "generated_tokens", True) for name, (title, unit) in WATCHED.items()]
-    drawn = [draw_lines(panel, groups, f"{task}-{number}") for number, panel in enumerate(panels)]
-    return [plot for plot in drawn if plot.curves]
-
-
-def _columns(run: Result) -> RunColumns:
-    """The curves of a result as the report's plots take them."""
-    columns = {X.get(name, name): values for name, values in run.curves.items()}
-    return RunColumns(columns, columns, columns)
 
 
 def _origin(findings: Findings) -> str:

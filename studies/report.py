@@ -1,4 +1,4 @@
-"""`python -m studies.report FILE`: what a study says, as one page, one table and one picture."""
+"""`python -m studies.report FILE`: what a study says, as tables and one picture."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from studies.figure import ROWS, figure
 from studies.findings import Findings
-from studies.page import page, table
+from studies.page import table
 from studies.results import ResultFile
 from studies.run import RESULTS
 from studies.study import load_study
@@ -25,7 +25,7 @@ PROGRAM = "python -m studies.report"
 
 
 class Options(BaseModel):
-    """Write what a study says as a page with all plots, as tables in Markdown, and as a picture with its curves."""
+    """Write what a study says as tables in Markdown, and as a picture with its curves."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,19 +35,19 @@ class Options(BaseModel):
     arms: tuple[str, ...] = Field((), description="Only these arms and the baseline; none: all.")
     scores: tuple[Literal["pass_at_1", "pass_at_k"], ...] = Field(ROWS, description="Rows of the picture.")
     output: Path | None = Field(
-        None, description="Folder of the three files; None: that of the results. They are named as the study."
+        None, description="Folder of the two files; None: that of the results. They are named as the study."
     )
 
 
 def write(findings: Findings, folder: Path, scores: Sequence[str] = ROWS) -> None:
-    """Print the findings in short, and write the three files.
+    """Print the findings in short, and write the two files.
 
     Raises:
         OutputError: the folder cannot be written.
     """
     Console().print(*summary(findings))
     Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
-    for ending, text in ((".html", page(findings)), (".md", table(findings)), (".svg", figure(findings, scores))):
+    for ending, text in ((".md", table(findings)), (".svg", figure(findings, scores))):
         path = folder / f"{findings.study.name}{ending}"
         with os_errors_as(OutputError, f"{path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)

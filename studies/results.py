@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.metrics.report.figures import Columns
-from exgrpo.train.metrics.report.runs import RunColumns
+from exgrpo.train.metrics.report.curves import Columns
 
 FloatArray = npt.NDArray[np.float64]
 DIGITS = 5
@@ -84,29 +83,27 @@ def _rounded(value: float) -> float | int | None:
     return int(value) if float(value).is_integer() else float(f"{value:.{DIGITS}g}")
 
 
-def curves_of(columns: RunColumns, samples: int) -> dict[str, FloatArray]:
+def curves_of(columns: Columns, samples: int) -> dict[str, FloatArray]:
     """The curves of a `Result` from the columns of a run with so many answers to a held-out question."""
-    training, held_out = columns.training, columns.held_out
-    step = held_out["step"]
-    none = np.full(len(step), np.nan)
-    curves = {
-        "step": step,
-        "pass_at_1": held_out.get("test/pass_rate", none),
-        "pass_at_k": held_out.get(f"pass_at/{samples}", none),
-        "distinct_at_k": held_out.get(f"distinct_at/{samples}", none),
+    none = np.full(len(columns["step"]), np.nan)
+    scores = {
+        "pass_at_1": "test/pass_rate",
+        "pass_at_k": f"pass_at/{samples}",
+        "distinct_at_k": f"distinct_at/{samples}",
     }
-    ends = np.searchsorted(training["step"], step, side="right")
+    found = {name: columns.get(column, none) for name, column in scores.items()}
+    rows = np.flatnonzero(np.isfinite(found["pass_at_1"]))
+    curves = {name: values[rows] for name, values in {"step": columns["step"], **found}.items()}
     for name in COSTS:
-        spent = training[name] if name == "generated_tokens" else np.nancumsum(training[name])
-        curves[name] = np.append(0.0, spent)[ends]
+        spent = columns[name] if name == "generated_tokens" else np.nancumsum(columns[name])
+        curves[name] = spent[rows]
     for name in TRAINING:
-        curves[f"train/{name}"] = _means(training, name, ends)
+        curves[f"train/{name}"] = _means(columns.get(name, none), rows + 1)
     return curves
 
 
-def _means(training: Columns, name: str, ends: npt.NDArray[np.intp]) -> FloatArray:
+def _means(column: FloatArray, ends: npt.NDArray[np.intp]) -> FloatArray:
     """Means of a column over the steps that lie between two evaluations; NaN where there are none."""
-    column = training.get(name, np.full(len(training["step"]), np.nan))
     parts = [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return np.array([np.nanmean(part) if np.isfinite(part).any() else np.nan for part in parts])
 

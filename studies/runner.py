@@ -117,6 +117,6 @@ class Run:
             settings=settings_of(config),
             **asdict(origin),
             date=today(),
-            seconds=sum(float(np.nansum(columns.merged[name])) for name in ("seconds", "seconds/evaluation")),
+            seconds=sum(float(np.nansum(columns[name])) for name in ("seconds", "seconds/evaluation")),
             curves=curves_of(columns, config.evaluation.samples),
         )

@@ -1,4 +1,4 @@
-"""A study's findings in short, for a terminal and for the top of its page."""
+"""A study's findings in short, for a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -44,15 +44,6 @@ def _verdict(arm: Arm, base: Arm, gap: float, gain: Interval) -> str:
     if not gain.excludes(0):
         return f"{said}, but the difference, {gain.text('+.3f')}, may be chance"
     return f"{said}, by {gain.text('+.3f')}"
-
-
-def words(findings: Findings) -> str:
-    """What the words of `headline` and of `short` mean."""
-    return (
-        "Pass@1 is the fraction of right answers to questions that the model is not trained on; "
-        f"{findings.score_name('pass_at_k')} is the fraction of these questions that at least one of "
-        f"{findings.samples} answers solves. Generated tokens are the pieces of text that it writes in training."
-    )
 
 
 def short(findings: Findings, task: str) -> tuple[Sequence[str], list[list[str]]]:

@@ -105,7 +105,7 @@ def test_bash_completes_programs_and_their_options(monkeypatch, capsys):
     assert completed("exgrpo", "ev").split() == ["evaluate"]
     assert completed("exgrpo", "train", "--experience.r").split() == ["--experience.ratio", "--experience.replayed"]
     assert completed("exgrpo", "train", "--rest").split() == ["--restarts"]
-    assert completed("exgrpo", "report", "--fol").split() == ["--follow"]
+    assert completed("exgrpo", "report", "--ou").split() == ["--output"]
     assert completed("exgrpo", "completion", "z").split() == ["zsh"]
 
 

@@ -29,7 +29,7 @@ from exgrpo.train.main import configure
 from exgrpo.train.main import main as train
 from exgrpo.train.metrics.log_files import METRICS, read_records
 from exgrpo.train.metrics.report.page import write_report
-from exgrpo.train.metrics.report.runs import RunData, group_runs, last, load_run, number, result
+from exgrpo.train.metrics.report.runs import RunData, group_runs, last, load_run, result
 
 NAME = "first"
 RECIPES = ASSETS / NAME
@@ -158,13 +158,13 @@ def table(arms: Sequence[Arm], runs: Sequence[RunData]) -> Table:
         shown.add_column(heading, justify="right")
     for run in runs:
         columns = run.columns
-        scores = [last(columns.held_out, name) for name in ("test/pass_rate", f"pass_at/{samples}")]
-        spent = [columns.merged.get(name, np.empty(0)) for name in ("seconds", "seconds/evaluation")]
+        scores = [last(columns, name) for name in ("test/pass_rate", f"pass_at/{samples}")]
+        spent = [np.nansum(columns.get(name, np.empty(0))) for name in ("seconds", "seconds/evaluation")]
         shown.add_row(
             _title(Path(run.name)),
-            *(number(score, ".3f") for score in scores),
-            number(last(columns.training, "generated_tokens"), ",.0f"),
-            number(float(sum(map(np.nansum, spent))), ",.0f"),
+            *(f"{score:.3f}" for score in scores),
+            f"{last(columns, 'generated_tokens'):,.0f}",
+            f"{sum(spent):,.0f}",
         )
     return shown
 

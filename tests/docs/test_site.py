@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from exgrpo.train.config.options import Config
-from tests.tools.report.conftest import browser as browser
-from tests.tools.report.test_browser import ask, screen, wait
+from tests.browser import ask, screen, wait
+from tests.browser import browser as browser
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"

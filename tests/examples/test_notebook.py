@@ -33,9 +33,9 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     )
     assert json.loads(questions[0].text).keys() == {"question", "answer"}
     assert "held-out Pass@1: before" in train[0].text
-    assert any("image/png" in output.get("data", {}) for output in curves)
+    assert any("application/vnd.plotly.v1+json" in output.get("data", {}) for output in curves)
     assert "reward " in answer[0].text
     assert "pass" in scores[-1].text.lower()
     page = Path(report[0].text.strip())
     assert page == tmp_path / "runs" / "notebook" / "report.html"
-    assert 'class="plot"' in page.read_text()
+    assert "Plotly.newPlot" in page.read_text()

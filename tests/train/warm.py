@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TRAINING = (
     *("exgrpo.train.run.loop", "exgrpo.train.reward.worker", "exgrpo.kernels.cpu_chunks.cpu_fused"),
-    *("matplotlib.backends.backend_svg", "torch.utils.tensorboard"),
+    "torch.utils.tensorboard",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which has torch's compiler imported
 )
 """What a run imports, sooner or later."""

@@ -134,7 +134,7 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
     log = RunLog(tmp_path)
     log.metrics("evaluation", {"step": 0, **numbers})
     log.close()
-    columns = load_run(tmp_path, "run").columns.held_out
+    columns = load_run(tmp_path, "run").columns
     assert columns["held_out/without_form"].tolist() == [0.5]
 
 

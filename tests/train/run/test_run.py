@@ -102,7 +102,7 @@ def test_results_can_be_used(run):
     assert 0 < len(replayed) < len(answers)
     assert not any("<|end|>" in text for answer in answers for _, text in answer.parts)
     assert list((folder / "tensorboard").iterdir())
-    assert 'class="plot"' in (folder / "report.html").read_text()
+    assert "Plotly.newPlot" in (folder / "report.html").read_text()
 
 
 def test_the_trained_model_is_what_was_saved_and_differs_from_the_start(run):

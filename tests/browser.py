@@ -19,7 +19,7 @@ def browser():
 
 @cache
 def started(webdriver, program, driver):
-    """One for all packages of tests that use this fixture, until the process ends."""
+    """One for all modules of tests that use this fixture, until the process ends."""
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for switch in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):
@@ -29,3 +29,18 @@ def started(webdriver, program, driver):
     atexit.register(opened.quit)
     opened.set_script_timeout(60)
     return opened
+
+
+def screen(browser, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def wait(browser, condition, seconds=60):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    WebDriverWait(browser, seconds).until(lambda driver: ask(driver, condition))
+
+
+def ask(browser, expression):
+    return browser.execute_script(f"return {expression}")
