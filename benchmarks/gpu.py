@@ -121,7 +121,7 @@ LONG_ANSWERS = "python -m studies.run studies/long_answers.yaml"
 STEPS = "test_training_step.py"
 PARTS = (
     Part("doctor", 4, "python -m exgrpo.tools.doctor --output {result}", "", "--only versions", ".md", "deepspeed"),
-    Part("kernels", 8, KERNELS, f"tests/kernels {IGNORED}", "tests/kernels/test_reference.py", needs="xdist"),
+    Part("kernels", 8, KERNELS, f"tests/kernels {IGNORED}", "tests/kernels/test_sequences.py", needs="xdist"),
     benchmark("head", 8, "test_head.py", "--sizes=full", "-k 'exgrpo or floor or verl'"),
     benchmark("head_in_a_row", 6, "test_head.py", IN_A_ROW, "--in-a-row=3 -k 'floor or torch'"),
     benchmark("step_0.5", 14, STEPS, "--sizes=full --rounds=2 -k 0.5B", "--rounds=1 -k 'not vllm'", "deepspeed"),
