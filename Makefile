@@ -54,12 +54,10 @@ check: $(READY) lint
 	$(BIN)/pytest $(FILES) -m "not slow"
 
 # What takes a minute or more for one finding: runs on two hosts, packages in environments of their own, a pretrained
-# model, vLLM over two ranks, campaigns; properties with new draws; the interpreter with all combinations; and thirty
-# minutes of torture.
+# model, vLLM over two ranks, kills of runs; properties with new draws; and the interpreter with all combinations.
 test-long: $(READY)
 	$(BIN)/pytest $(FILES) --long -m "long or drawn"
 	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist load --long tests/kernels -W ignore::RuntimeWarning
-	$(BIN)/python -m tests.torture --minutes 30
 
 # The tests of the kernels twelve times, as on several processors. `make test-processors ARGS="-k bits"`
 test-processors: $(READY)

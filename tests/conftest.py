@@ -21,7 +21,7 @@ settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None)
 
 SLOW = (
-    *("benchmarks", "docs", "examples", "hostile", "integrations", "test_extras.py", "test_packaging.py", "torture"),
+    *("benchmarks", "docs", "examples", "integrations", "test_extras.py", "test_packaging.py"),
     *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/estimate", "tools/report"),
     *("tools/test_", "train/data/test_gym.py", "train/data/test_tasks.py"),
     *(f"train/replay/test_{name}.py" for name in ("memory", "rules_of_memory", "sampling")),
@@ -36,7 +36,6 @@ SLOW = (
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run those tests, too, that take some minutes each")
-    parser.addoption("--cases", type=int, default=40, help="of hostile input, of all kinds together")
 
 
 def pytest_configure(config):

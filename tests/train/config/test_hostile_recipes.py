@@ -1,8 +1,12 @@
 """Whatever stands in a recipe, it is a configuration or one line of a sane length that says what is wrong."""
 
 import math
+import os
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from exgrpo.train.common import errors
 from exgrpo.train.common.errors import ConfigError, cut, shown
@@ -10,15 +14,17 @@ from exgrpo.train.common.limits import MOST_ANSWERS
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import from_arguments
-from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
-from exgrpo.train.config.section import known_keys
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml, validate
+from exgrpo.train.config.section import flat, known_keys
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import parse_row
 from exgrpo.train.policy.source import explained
 from exgrpo.train.reward.names import resolve_reward
 from tests.train.configs import configured
+from tests.train.values import ANY, ANY_TEXT, tried
 
 KEYS = known_keys(Config)
+SOUND = flat(load_recipe(DEFAULT_RUN).model_dump(mode="json"))
 BOMB = "a: &x0 [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"b{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
@@ -51,6 +57,44 @@ def test_hostile_recipes_are_named_in_one_short_line(tmp_path, text, message):
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "cp037"])
+def test_a_recipe_is_in_utf_8(tmp_path, encoding):
+    path, text = tmp_path / "recipe.yaml", to_yaml(configured(seed=3))
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml"):
+        load_recipe(path)
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert load_recipe(path).seed == 3
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return tmp_path_factory.mktemp("drawn") / "recipe.yaml"
+
+
+@settings(max_examples=60)
+@given(key=st.sampled_from(KEYS) | ANY_TEXT, value=ANY)
+def test_any_value_is_an_error_or_a_configuration_that_its_own_recipe_gives_again(recipe, key, value):
+    text = yaml.safe_dump(SOUND | {key: value}, sort_keys=False)
+    recipe.write_bytes(text.encode("utf-8", "surrogatepass"))
+    config, error = tried(lambda: load_recipe(recipe), ConfigError)
+    assert "\n" not in error
+    assert error or validate(yaml.safe_load(to_yaml(config)), "its own recipe") == config
+
+
+WORD = ANY_TEXT.map(lambda text: os.fsdecode(text.replace("\x00", "").encode("utf-8", "surrogatepass")))
+"""What a system can hand over."""
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from(KEYS) | WORD, WORD), min_size=1, max_size=2), st.booleans())
+def test_any_words_on_a_command_line_are_an_error_or_a_configuration(pairs, joined):
+    argv = [word for key, value in pairs for word in ([f"--{key}={value}"] if joined else [f"--{key}", value])]
+    config, error = tried(lambda: parse_args(argv), ConfigError)
+    assert len(error) < errors.LONGEST
+    assert error or validate(yaml.safe_load(to_yaml(config)), "its own recipe") == config
 
 
 def test_values_that_are_merged_may_be_replaced():

@@ -150,6 +150,34 @@ def test_malformed_rows_of_parquet_are_numbered(tmp_path):
         load(str(path), TOKENIZER, max_prompt_tokens=100)
 
 
+HALF_TEXTS = [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xc3")]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([b"\xff\xfe", b"q"]),
+        pa.array([1.5, float("nan")]),
+        pa.nulls(2),
+        pa.array([["a"], ["b", "c"]]),
+        pa.array([{"a": 1}, {"b": 2}]),
+        pa.array([1, 2**62], pa.timestamp("ns")),
+        pa.array([2**31 - 1, 0], pa.date32()),
+        pa.array([None, None], pa.decimal128(38, 10)),
+        pa.Array.from_buffers(pa.string(), 2, HALF_TEXTS),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_columns_that_hold_no_questions_and_tables_that_are_cut_are_named(tmp_path, column):
+    path = tmp_path / "mine.parquet"
+    pq.write_table(pa.table({"question": column, "answer": ["1", "2"]}), path)
+    with pytest.raises(DataError, match="mine.parquet"):
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"mine.parquet: .*cannot be read as parquet"):
+        load(str(path), TOKENIZER, max_prompt_tokens=100)
+
+
 @pytest.mark.parametrize("source", ["missing.jsonl", "/no/such/place", "some/deep/folder", "data/*.parquet", "./here"])
 def test_missing_files_are_no_hub_names(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)

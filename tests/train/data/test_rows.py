@@ -1,9 +1,13 @@
 """Rows of both forms: what is read of them, and what is wrong with them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from exgrpo.train.data.rows import parse_row
+from exgrpo.train.common.errors import DataError
+from exgrpo.train.data.rows import COLUMNS, parse_row
 from tests.train.data.test_questions import PAPER_ROW
+from tests.train.values import ANY, tried
 
 
 @pytest.mark.parametrize(
@@ -86,3 +90,10 @@ def test_malformed_rows_say_what_is_wrong(row, problem):
 )
 def test_a_row_without_a_gold_answer_is_sound(row):
     assert parse_row(row, "file").gold == ""
+
+
+@given(st.dictionaries(st.sampled_from((*COLUMNS, "x")), ANY, min_size=1, max_size=5))
+def test_any_row_is_a_question_with_an_answer_or_one_error(row):
+    parsed, error = tried(lambda: parse_row(row, "file"), DataError)
+    assert len(error) < 1000
+    assert error or (parsed.question.strip() and parsed.gold == parsed.gold.strip())

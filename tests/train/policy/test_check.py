@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from contextlib import ExitStack
 
 import pytest
@@ -155,6 +156,39 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         check_weights(find_model(str(folder)))
 
 
+HUGE = 10**12
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("dtype", value) for value in ("F16", "I64", "F7", 7)),
+        *(("shape", value) for value in ([], [HUGE], [-1], [2**40, 2**40], "x")),
+        *(("data_offsets", value) for value in ([0, 0], [0, HUGE], [-1, 4], [2**64, 2**65], None)),
+        *(("length", value) for value in (0, HUGE, 2**64 - 1)),
+    ],
+)
+def test_a_header_of_weights_that_lies_is_named(tmp_path, key, value):
+    path = rewritten(tmp_path, dict) / "model.safetensors"
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    header[UP][key] = value
+    text = json.dumps(header).encode()
+    length = value if key == "length" else len(text)
+    path.write_bytes(struct.pack("<Q", length) + text + content[8 + size :])
+    with pytest.raises(ModelError, match=f"^policy.path: {tmp_path} cannot be used"):
+        check_weights(find_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize("place", ["../../x.safetensors", 7, "", "\0", "config.json"])
+def test_an_index_of_weights_that_lies_is_named(tmp_path, place):
+    index = rewritten(tmp_path, dict, sharded) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {UP: place}}))
+    with pytest.raises(ModelError, match=f"^policy.path: {tmp_path} cannot be used"):
+        check_weights(find_model(str(tmp_path)))
+
+
 class Half(World):
     """One of two ranks, alone: what it tells the other is kept, and the other has nothing to tell."""
 
@@ -250,6 +284,14 @@ def test_an_end_outside_the_vocabulary_is_named(arithmetic, end):
     ("file", "values", "message"),
     [
         ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and no model has more than 1"),
+        *(("config.json", {"vocab_size": size}, "^policy.path: ") for size in (0, -1, "x", None, [320], 1.5)),
+        *(("config.json", {"hidden_size": size}, "^policy.path: ") for size in (0, -1, HUGE, "x", 32.5)),
+        *(("config.json", {"num_attention_heads": heads}, "^policy.path: ") for heads in (0, -1, HUGE, None)),
+        *(("config.json", {"rope_parameters": value}, "^policy.path: ") for value in (7, {"rope_type": "nothing"})),
+        ("config.json", {"hidden_act": "nothing"}, "^policy.path: "),
+        ("config.json", {"dtype": "__class__"}, "^policy.path: "),
+        ("config.json", {"rms_norm_eps": []}, "^policy.path: "),
+        ("config.json", {"quantization_config": {"quant_method": "nothing"}}, "^policy.path: "),
         ("config.json", {"architectures": [7]}, r"names no class in its architectures, \[7\]"),
         ("generation_config.json", {"eos_token_id": {}}, "cannot be loaded|names the EOS token {}: an id of a token"),
         ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded: TypeError"),
@@ -260,7 +302,7 @@ def test_values_that_no_model_has_are_one_error(arithmetic, file, values, messag
     folder, change = arithmetic
     change(file, **values)
     with pytest.raises(ModelError, match=message):
-        load_pretrained(str(folder))
+        check_weights(load_pretrained(str(folder)).model)
 
 
 def test_a_model_without_sdpa_names_the_option(tmp_path):

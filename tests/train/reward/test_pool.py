@@ -14,6 +14,10 @@ from exgrpo.train.reward.pool import Grader
 REWARDS = r"""
 import ctypes, os, re, sys, time
 
+def does(response, gold):
+    exec(response)
+    return 0.5
+
 def same(response, gold):
     return response == gold
 
@@ -213,6 +217,23 @@ def test_hangs_and_crashes_cost_only_their_own_answer(mine):
             f"SystemExit: 4 (mine.py, line {line - 2})": (1, "sys.exit"),
             f"KeyError: 'no such thing' (mine.py, line {line})": (1, "raise"),
         }
+
+
+def test_what_a_reward_does_to_its_process_harms_no_other_answer(mine):
+    harmless = [
+        *("print('x' * 10**6)", "sys.stdout.close()", "sys.stderr = None", "os.chdir('/')", "os.environ.clear()"),
+        *("os.fork() or os._exit(0)", "sys.setrecursionlimit(50_000)", "import builtins; builtins.print = None"),
+        *("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", "import gc; gc.disable()", "os.umask(0)"),
+        "import subprocess; subprocess.Popen(['sleep', '3'])",
+    ]
+    fatal = [
+        *("raise KeyboardInterrupt", "raise GeneratorExit", "raise BaseException", "raise MemoryError", "os.abort()"),
+        *("raise ValueError('\\ud800' * 10**6)", "os.kill(os.getpid(), 9)", "os.closerange(3, 256)", "undefined"),
+    ]
+    answers = [answer for pair in zip(harmless, [*fatal, *fatal[:3]], strict=True) for answer in pair]
+    with Grader(f"{mine}:does", workers=1, time_limit=20) as grader:
+        grades = grader.grade([(answer, "") for answer in answers])
+    assert worth(grades) == ((0.5, 0.0) * len(harmless), 0, len(harmless))
 
 
 def test_expressions_that_hang_math_verify_are_killed():

@@ -3,12 +3,16 @@
 import json
 import logging
 import math
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout.server import client, pool
@@ -18,10 +22,10 @@ from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
-from tests.hostile.answers import Server
 from tests.train.configs import configured
 from tests.train.rollout.server.fake_server import choice, reply
 from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, jobs, pool_of
+from tests.train.values import ANY, tried
 
 VOCABULARY = 100
 
@@ -88,6 +92,82 @@ def test_what_is_no_json_is_one_line(fakes, text):
         with pytest.raises(ServerError) as error:
             ServerClient(fake.url).generate("name", PROMPT, 1, SAMPLING, [2])
         assert len(str(error.value)) < 500
+
+
+def places(value, path=()):
+    """Where in a reply a value can be replaced, as keys one after the other."""
+    for key, one in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(one, (*path, key))
+
+
+@given(st.sampled_from(list(places(reply(choice(0))))), ANY)
+def test_any_value_in_an_answer_is_an_error_or_what_a_model_can_have_written(path, value):
+    found = answer = reply(choice(0))
+    for key in path[:-1]:
+        found = found[key]
+    found[path[-1]] = value
+    taken, error = tried(lambda: read_reply(answer, 1, SAMPLING, VOCABULARY), ServerError)
+    assert len(error) < 1000
+    for rollout in taken.rollouts if taken else ():
+        assert 1 <= len(rollout.response) == len(rollout.log_prob) <= SAMPLING.max_tokens
+        assert ((rollout.response >= 0) & (rollout.response < VOCABULARY)).all()
+        assert ((rollout.log_prob <= 0.001) & (rollout.log_prob > -math.inf)).all()
+
+
+@pytest.fixture
+def sends():
+    """The URL of a server that sends what a function writes to the connection, whatever it is asked."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(script):
+        def accept():
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(2**16)
+                        script(connection)
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(2**16):  # what comes later would reset the connection
+                            pass
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield serve
+    listener.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\r\n\r\n",
+        b"HTTP/9.9 200 OK\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"\x16\x03\x01\x00",
+        b"x" * 70_000,
+        OK + b"a: b\r\n" * 200 + b"\r\n",
+        OK + b"Content-Length: -7\r\n\r\n{}",
+        OK + b"Content-Length: 1000000000000\r\n\r\n{",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nffffffffff\r\n{",
+        OK + b"Content-Encoding: gzip\r\n\r\nxx",
+        b"HTTP/1.1 302 Go\r\nLocation: /\r\n\r\n",
+        b"HTTP/1.1 204 Nothing\r\n\r\n",
+        b"HTTP/1.1 500 Oh\r\n\r\n\x1b]0;x\x07" + b"\xff" * 100,
+    ],
+    ids=lambda content: str(content[:20]),
+)
+def test_what_is_no_http_or_no_answer_is_one_error(sends, content):
+    url = sends(lambda to: to.sendall(content))
+    with pytest.raises(ServerError) as error:
+        ServerClient(url).generate("name", PROMPT, 1, SAMPLING, [2], 5)
+    assert len(str(error.value)) < 500
 
 
 def test_a_push_to_a_server_without_sense_leaves_it_out(fakes, settings):
@@ -178,18 +258,16 @@ def test_a_consumer_that_leaves_waits_for_no_server_that_is_left_out(hung, monke
     ("part", "pause", "seconds", "message"),
     [(b" ", 0.05, 0.3, "no whole answer for 0 s"), (b"1," * 2**19, 0, 60, "more than")],
 )
-def test_an_answer_without_an_end_is_given_up(monkeypatch, part, pause, seconds, message):
+def test_an_answer_without_an_end_is_given_up(sends, monkeypatch, part, pause, seconds, message):
     """The stand-in sends for ten seconds; who reads to the end sees it close the connection."""
     monkeypatch.setattr(client, "MOST_BYTES", 2**22)
 
     def script(to):
-        to.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        to.sendall(OK + b"\r\n")
         end = time.monotonic() + 10
         while time.monotonic() < end:
             to.sendall(part)
             time.sleep(pause)
 
-    stand_in = Server()
-    stand_in.script = script
     with pytest.raises(ServerError, match=message):
-        ServerClient(stand_in.url).generate("name", PROMPT, 1, SAMPLING, [2], seconds)
+        ServerClient(sends(script)).generate("name", PROMPT, 1, SAMPLING, [2], seconds)
