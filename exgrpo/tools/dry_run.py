@@ -68,7 +68,7 @@ def lines(
 
 def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
     """The plan of a run in sentences."""
-    rows = sum(map(len, early.asked))
+    rows = sum(map(len, early.questions))
     held_out = {name: sum(map(len, sources)) for name, sources in early.held_out.items()}
     sets = ", ".join(f"{name} ({count})" for name, count in held_out.items()) or "none"
     samples, every = config.rollout.samples, config.evaluation.every

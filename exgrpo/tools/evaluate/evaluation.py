@@ -28,7 +28,7 @@ from exgrpo.train.config.sources import names_of, settings_of
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
-from exgrpo.train.data.selection import COUNTED_WRONG, gold_note, lost_golds
+from exgrpo.train.data.selection import COUNTED_WRONG, gold_note, unearnable_pairs
 from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.check import check_dtype, check_weights
@@ -285,8 +285,8 @@ def verdicts(
 
 def _warn(options: Options, questions: Sequence[Question], left_out: Sequence[Question], console: Console) -> None:
     """Name rows that are not asked, cannot be right or contradict others, and sources in `rollout.avg` without rows."""
-    lost = lost_golds(questions, options.reward)
-    for note in filter(None, (gold_note(questions, lost, COUNTED_WRONG), contradictions(questions))):
+    pairs = unearnable_pairs(questions, options.reward)
+    for note in filter(None, (gold_note(questions, pairs, COUNTED_WRONG), contradictions(questions))):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     for source, count in sorted(Counter(question.source for question in left_out).items()):
         console.print(

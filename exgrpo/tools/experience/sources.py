@@ -80,7 +80,7 @@ class RunExperience:
         return questions
 
     def _read(self, columns: Callable[[str], Columns]) -> QuestionSet:
-        data, rows = self.config.data, select(self.config, columns).asked
+        data, rows = self.config.data, select(self.config, columns).questions
         return joined_questions(data, data.train, rows, self.tokenizer, limit=data.train_limit)
 
     @cached_property

@@ -26,14 +26,14 @@ class Selection:
 
     Attributes:
         rows: rows by source, one for each question of it.
-        asked: the same without the questions of the sources before.
+        questions: those of them that ask another question than the sources before.
         counted: number of rows in the sources, to be followed by that of the questions ("400 rows, "); empty where no
             row asks the question of another one.
         note: one line about gold answers that cannot be earned; empty: there are none.
     """
 
     rows: list[list[Row]]
-    asked: list[list[Row]]
+    questions: list[list[Row]]
     counted: str
     note: str
 
@@ -94,56 +94,54 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
     data = config.data
     found = read_sources(config, data.train, columns, split=data.train_split, limit=data.train_limit, seed=config.seed)
     read = sum(map(len, found))
-    lost = lost_golds(chain.from_iterable(found), config.reward, progress=progress)
-    fate = (
-        "they are trained on" if data.keep_unreadable else "their rows are left out; --data.keep_unreadable keeps them"
-    )
-    note = gold_note(chain.from_iterable(found), lost, fate)
+    pairs = unearnable_pairs(chain.from_iterable(found), config.reward, progress=progress)
+    left_out = "their rows are left out; --data.keep_unreadable True trains on them"
+    note = gold_note(chain.from_iterable(found), pairs, "they are trained on" if data.keep_unreadable else left_out)
     if not data.keep_unreadable:
-        found = [[row for row in rows if (row.reward, row.gold) not in lost] for rows in found]
+        found = [[row for row in rows if (row.reward, row.gold) not in pairs] for rows in found]
         if empty := [source for source, rows in zip(data.train, found, strict=True) if not rows]:
             raise DataError(f"{shown(empty[0])} has no gold answer that can be earned: {note}; {REMEDY}")
-    rows, asked = _distinct(config, found)
-    if data.train_weights and not all(asked):
+    rows, questions = _distinct(config, found)
+    if data.train_weights and not all(questions):
+        source = shown(data.train[questions.index([])])
         raise DataError(
-            f"data.train_weights: all questions of {shown(data.train[asked.index([])])} are among those of the sources "
-            "before it: leave it out"
+            f"data.train_weights: all questions of {source} are among those of the sources before it: leave it out"
         )
-    repeated = sum(map(len, found)) > sum(map(len, asked))
-    return Selection(rows, asked, f"{read} rows, " if repeated else "", note)
+    repeated = sum(map(len, found)) > sum(map(len, questions))
+    return Selection(rows, questions, f"{read} rows, " if repeated else "", note)
 
 
-def lost_golds(
-    asked: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
+def unearnable_pairs(
+    questions: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
 ) -> set[tuple[str, str]]:
-    """Return the gold answers that are missing, or that a reward of this package can never match.
+    """Return the gold answers that are missing, and those that a reward of this package can never match.
 
     Rewards of the user's own are not judged: only they know what they compare.
 
     Args:
-        asked: questions with gold answers.
+        questions: with gold answers.
         options: of the rewards.
         progress: show a progress bar where there is a terminal.
 
     Returns:
-        set[tuple[str, str]]: the reward that the source brings, and the gold answer.
+        set[tuple[str, str]]: pairs of the reward that a source brings and a gold answer.
     """
-    pairs = {(one.reward, one.gold) for one in asked}
+    pairs = {(one.reward, one.gold) for one in questions}
     judged = {pair for pair in pairs if reward_of(pair[0], options.function) in BUILTIN}
-    lost = unearnable(sorted(gold for _, gold in judged), options, progress=progress)
+    lost = unearnable(sorted({gold for _, gold in judged}), options, progress=progress)
     return {pair for pair in pairs if not pair[1] or (pair in judged and pair[1] in lost)}
 
 
-def gold_note(asked: Iterable[Row | Question], lost: Collection[tuple[str, str]], fate: str) -> str:
+def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, str]], fate: str) -> str:
     """Return one line about gold answers that cannot be earned, with the first of them; "" where there are none.
 
     Args:
-        asked: the questions.
-        lost: as `lost_golds` returns them.
+        questions: with gold answers.
+        pairs: as `unearnable_pairs` returns them.
         fate: says what becomes of the questions.
     """
-    every = list(asked)
-    found = [one for one in every if (one.reward, one.gold) in lost]
+    every = list(questions)
+    found = [one for one in every if (one.reward, one.gold) in pairs]
     if not found:
         return ""
     first = found[0]
@@ -159,11 +157,11 @@ def overlap_note(train: Iterable[Row], held_out: Mapping[str, Iterable[Row]]) ->
         train: rows that are trained on, one for each question.
         held_out: rows of the held-out questions, by the name of their set.
     """
-    asked = {name: set(map(_words, rows)) for name, rows in held_out.items()}
-    found = [row for row in train if any(_words(row) in texts for texts in asked.values())]
+    texts = {name: set(map(_words, rows)) for name, rows in held_out.items()}
+    found = [row for row in train if any(_words(row) in of_set for of_set in texts.values())]
     if not found:
         return ""
-    names = [name for name, texts in asked.items() if any(_words(row) in texts for row in found)]
+    names = [name for name, of_set in texts.items() if not of_set.isdisjoint(map(_words, found))]
     many = "1 training question is" if len(found) == 1 else f"{len(found)} training questions are"
     return (
         f"{many} among the held-out ones of {', '.join(names)}, the first {shown(found[0].text, 80)}: remove them from "

@@ -74,7 +74,7 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
         return joined_questions(data, sources, rows, pretrained.tokenizer, limit=limit, progress=is_first_rank())
 
-    train = tokenised(data.train, early.asked, data.train_limit)
+    train = tokenised(data.train, early.questions, data.train_limit)
     sets = held_out_sets(config)
     held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
     for questions in (train, *held_out.values()):

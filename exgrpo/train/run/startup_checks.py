@@ -24,11 +24,11 @@ from exgrpo.train.data.rows import Row
 from exgrpo.train.data.selection import (
     COUNTED_WRONG,
     gold_note,
-    lost_golds,
     overlap_note,
     read_sources,
     reward_name,
     select,
+    unearnable_pairs,
 )
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.replay import rules
@@ -46,7 +46,7 @@ class Early:
 
     Attributes:
         train: rows of the questions to train on, by source, one row for each question of it.
-        asked: the same without the questions of the sources before.
+        questions: those of them that ask another question than the sources before.
         held_out: rows of the held-out questions, by set and source.
         grader: grades answers; its processes run.
         counted: see `Selection`.
@@ -54,7 +54,7 @@ class Early:
     """
 
     train: list[list[Row]]
-    asked: list[list[Row]]
+    questions: list[list[Row]]
     held_out: dict[str, list[list[Row]]]
     grader: Grader
     counted: str
@@ -95,10 +95,10 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
         name: read_sources(config, asked.source, columns, split=asked.split, limit=asked.limit, seed=HELD_OUT_SEED)
         for name, asked in sets.items()
     }
-    notes = (train.note, *_held_out_notes(config, train.asked, held_out))
+    notes = (train.note, *_held_out_notes(config, train.questions, held_out))
     if is_first_rank():
         check_upload(config.output)  # last, for it leaves a repository behind
-    return Early(train.rows, train.asked, held_out, grader, train.counted, tuple(filter(None, notes)))
+    return Early(train.rows, train.questions, held_out, grader, train.counted, tuple(filter(None, notes)))
 
 
 def columns_taken(grader: Grader, environment: Environment | None, reward: str) -> Columns:
@@ -109,9 +109,9 @@ def columns_taken(grader: Grader, environment: Environment | None, reward: str) 
 
 def _held_out_notes(config: Config, train: list[list[Row]], held_out: dict[str, list[list[Row]]]) -> Iterator[str]:
     sets = {name: list(chain.from_iterable(sources)) for name, sources in held_out.items()}
-    lost = lost_golds(chain.from_iterable(sets.values()), config.reward, progress=is_first_rank())
+    pairs = unearnable_pairs(chain.from_iterable(sets.values()), config.reward, progress=is_first_rank())
     for name, rows in sets.items():
-        if note := gold_note(rows, lost, COUNTED_WRONG):
+        if note := gold_note(rows, pairs, COUNTED_WRONG):
             yield f"{name}: {note}"
     yield overlap_note(chain.from_iterable(train), sets)
 

@@ -263,6 +263,19 @@ def test_questions_that_are_too_long_are_wrong_and_rewards_that_do_not_fit_are_n
     assert len(records(tmp_path / "fitting")) == 12
 
 
+def test_gold_answers_that_cannot_be_earned_are_counted_and_stay(tmp_path, command):
+    rows = [{"question": f"What is {i} + 1?", "answer": gold} for i, gold in enumerate(["1", None, "proof", "1"])]
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = command(tmp_path / "of_rows", "--data.test", str(data))
+    assert done.returncode == 0, done.stderr
+    assert (
+        "2 of 4 gold answers cannot be read or can never be earned, the first is missing in 'What is 1 + 1?': answers "
+        "to them count as wrong"
+    ) in " ".join(done.stdout.split())
+    assert json.loads((tmp_path / "of_rows" / "scores.json").read_text())["sources"]["mine"]["questions"] == 4
+
+
 def test_what_is_written_down_and_graded_ends_before_a_stop_string(tmp_path, evaluated, command):
     done = command(tmp_path, "--rollout.stop", "</think>", "never")
     assert done.returncode == 0, done.stderr

@@ -53,14 +53,14 @@ def test_rows_whose_gold_answer_cannot_be_earned_are_told_and_left_out(tmp_path,
     place = f"{path} {'row' if suffix == 'parquet' else 'line'} 2"
     line = (
         f"5 of 7 gold answers cannot be read or can never be earned, the first, 'proof', in {place}: their rows are "
-        "left out; --data.keep_unreadable keeps them"
+        "left out; --data.keep_unreadable True trains on them"
     )
     assert found.notes == (line,)
     assert line in plan
     kept, plan = early(str(path), keep_unreadable=True)
     assert len(kept.train[0]) == 7
     assert kept.notes == (
-        line.replace("their rows are left out; --data.keep_unreadable keeps them", "they are trained on"),
+        line.replace("their rows are left out; --data.keep_unreadable True trains on them", "they are trained on"),
     )
 
 
@@ -138,9 +138,9 @@ def test_a_question_of_two_sources_belongs_to_the_first_unless_they_ask_in_anoth
 
     def of_sources(*sources, **options):
         found, plan = early(list(sources), **options)
-        asked = [[row.question for row in rows] for rows in found.asked]
-        assert any(f"there are {found.counted}{sum(map(len, asked))} questions" in line for line in plan)
-        return asked, found.counted
+        texts = [[row.question for row in rows] for rows in found.questions]
+        assert any(f"there are {found.counted}{sum(map(len, texts))} questions" in line for line in plan)
+        return texts, found.counted
 
     assert of_sources(a, b) == ([["p", "q"], ["r"]], "5 rows, ")
     assert of_sources(a, b, c) == ([["p", "q"], ["r"], []], "7 rows, ")
