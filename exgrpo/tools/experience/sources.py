@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, o
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import located
-from exgrpo.train.config.recipe import validate
+from exgrpo.train.config.recipe import validate_stored
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined_questions
 from exgrpo.train.data.rows import NO_COLUMNS, Row
@@ -48,7 +48,7 @@ class RunExperience:
 
     def __init__(self, run: Path, checkpoint: Checkpoint) -> None:
         self.run, self.step = run, checkpoint.step
-        self.config: Config = validate(checkpoint.manifest.config, f"the configuration in {checkpoint.folder}")
+        self.config: Config = validate_stored(checkpoint.manifest.config, f"the configuration in {checkpoint.folder}")
         self._fingerprint = checkpoint.manifest.fingerprint
         self.arrays = read_checked(run / EXPERIENCE, checkpoint.manifest.arrays)
         mapped = self.config.experience.folder

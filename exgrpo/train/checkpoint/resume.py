@@ -9,7 +9,7 @@ from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, f
 from exgrpo.train.common.durable import LOCK, claim
 from exgrpo.train.common.errors import ConfigError, is_first_rank, os_errors_as, shown
 from exgrpo.train.config.options import PLANNED, Config
-from exgrpo.train.config.recipe import changed, load_recipe, validate
+from exgrpo.train.config.recipe import changed, load_recipe, validate_stored
 from exgrpo.train.config.section import flat
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def saved_config(run: Path) -> Config:
 def _copy(run: Path) -> Config:
     """The configuration in the newest complete checkpoint of a run."""
     newest = find(run)[0]
-    return validate(newest.manifest.config, f"the configuration in {newest.folder}")
+    return validate_stored(newest.manifest.config, f"the configuration in {newest.folder}")
 
 
 def continued(config: Config, saved: Config) -> Config:

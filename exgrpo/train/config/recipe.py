@@ -25,6 +25,8 @@ IN_RECIPES = ("data.sources", "evaluation.sets")
 """What a command line has no good form for."""
 MOST_BASES = 100
 """In a chain of recipes, each of which names the next one as its base; Python reads no chain of a thousand."""
+GONE = (("objective", "shift"),)
+"""Options that have left, without an effect on runs that go on: those of earlier versions have them stored."""
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -33,6 +35,17 @@ def validate(values: dict[str, Any], origin: str) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, Config, origin)) from None
+
+
+def validate_stored(values: dict[str, Any], origin: str) -> Config:
+    """Return the configuration that a checkpoint holds; raises as `validate`."""
+    kept = {
+        name: {key: value for key, value in section.items() if (name, key) not in GONE}
+        if isinstance(section, dict)
+        else section
+        for name, section in values.items()
+    }
+    return validate(kept, origin)
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
