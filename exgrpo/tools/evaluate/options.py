@@ -28,7 +28,6 @@ from exgrpo.train.config.policy import Dtype
 from exgrpo.train.config.pretrained import Overrides
 from exgrpo.train.config.recipe import (
     RecipeArgument,
-    load_recipe,
     merged,
     origin_of,
     read_recipes,
@@ -180,7 +179,7 @@ def _of_run(options: Options, run: Path) -> Options:
         raise ConfigError(
             f"{run} is a run without a trained model: let it end, or name another of its models, as {run}/best"
         )
-    base = load_recipe(run / CONFIG).policy.path
+    base = load_stored(run / CONFIG).policy.path
     return options.model_copy(update={"model": base, "lora": LoraOptions(path=str(trained))})
 
 

@@ -9,7 +9,7 @@ from exgrpo.train.checkpoint.listing import DELETED, FOLDER, UNFINISHED, find, f
 from exgrpo.train.common.durable import LOCK, claim
 from exgrpo.train.common.errors import ConfigError, is_first_rank, os_errors_as, shown
 from exgrpo.train.config.options import PLANNED, Config
-from exgrpo.train.config.recipe import changed, load_recipe, validate_stored
+from exgrpo.train.config.recipe import changed, load_stored, validate_stored
 from exgrpo.train.config.section import flat
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def finished(config: Config) -> Path | None:
     run = config.output.folder / (config.output.name or "")
     if config.resume != AUTO or not config.output.name or not (run / FINISHED).exists():
         return None
-    saved = load_recipe(run / "config.yaml")
+    saved = load_stored(run / "config.yaml")
     continued(config, saved)
     if config.steps > saved.steps:
         raise ConfigError(
@@ -128,7 +128,7 @@ def saved_config(run: Path) -> Config:
     try:
         if path.is_file() and not path.stat().st_size:
             raise ConfigError(f"{path} is empty")
-        saved = load_recipe(path)
+        saved = load_stored(path)
     except ConfigError as error:
         if is_first_rank():
             logger.warning("%s: the configuration is taken from %s", error, find(run)[0].folder)

@@ -58,6 +58,11 @@ def load_recipe(path: Path) -> Config:
     return validate(read_recipe(path), str(path))
 
 
+def load_stored(path: Path) -> Config:
+    """Read the config.yaml of a run; raises as `load_recipe`."""
+    return validate_stored(read_recipe(path), str(path))
+
+
 def unfinished(values: dict[str, Any], origin: str, needed: Sequence[str] = ()) -> Config:
     """The configuration of a recipe that may leave `NAMED` keys out: the `needed` ones to the command line."""
     config = validate(merged(dict.fromkeys(NAMED, ""), values), origin)
