@@ -28,6 +28,7 @@ from exgrpo.train.config.policy import Dtype
 from exgrpo.train.config.pretrained import Overrides
 from exgrpo.train.config.recipe import (
     RecipeArgument,
+    load_stored,
     merged,
     origin_of,
     read_recipes,

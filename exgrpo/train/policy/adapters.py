@@ -224,9 +224,11 @@ def save_adapters(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> No
         weights: their parameters by the model's names, whole.
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from transformers.utils import GENERATION_CONFIG_NAME
 
     model.peft_config[NAME].save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+    # Not by its own method, which refuses flags without effect, with which some models come.
+    model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME)
     contiguous = {_key(name): weight.contiguous() for name, weight in weights.items()}
     save_file(contiguous, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 

@@ -71,9 +71,15 @@ def test_numbers_start_no_process_and_equal_answers_are_tried_once(monkeypatch):
 
 
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason=f"{SHARED_DATA} is not there")
-def test_published_gold_answers_can_be_earned():
+def test_published_gold_answers_can_be_earned_but_for_four_that_cannot_be_read():
     rows = [json.loads(line) for line in (SHARED_DATA / "gsm8k_train.jsonl").open()]
     of_gsm8k = [row["answer"].rpartition("####")[2].strip() for row in rows]
     table = pq.read_table(SHARED_DATA / "math_benchmarks.parquet", columns=["reward_model"])
     of_benchmarks = [model["ground_truth"] for model in table["reward_model"].to_pylist()]
-    assert unearnable([*of_gsm8k, *of_benchmarks], RewardConfig()) == set()
+    unread = {
+        "np.arcsin(10/13)",
+        r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{0.007 c^{2} M_{\odot}^{6}} M^{6}",
+        "$t(0,4]$",
+        r"$m_{\max }=n^{2}-n-1$",
+    }
+    assert unearnable([*of_gsm8k, *of_benchmarks], RewardConfig()) == unread  # only their own text would be right

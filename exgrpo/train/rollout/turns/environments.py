@@ -10,7 +10,6 @@ from exgrpo.train.common.errors import ConfigError, RolloutError, shown
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.rollout import ENVIRONMENTS, EnvironmentConfig
 from exgrpo.train.data.questions import Question
-from exgrpo.train.policy.tokenizer import behind_an_answer
 from exgrpo.train.reward.contract import Columns, columns_of
 
 Reply = Callable[[str], str | None]
@@ -89,6 +88,8 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
 
     def encode(text: str, closed: bool) -> TokenIds:
         """Behind a turn that an EOS token has not closed, the one of the template comes first."""
+        from exgrpo.train.policy.tokenizer import behind_an_answer  # brings torch, which early checks do without
+
         try:
             behind = behind_an_answer(tokenizer, {"role": role, "content": text})
         except Exception as error:  # a template may raise anything
