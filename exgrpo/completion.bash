@@ -5,7 +5,7 @@ _exgrpo() {
         evaluate) words='--chunk --data.answer_prefix --data.chat --data.columns --data.keep_system --data.max_prompt_tokens --data.prompt_format --data.system_prompt --data.test --data.test_limit --data.test_split --distributed.threads --environment.function --environment.role --environment.stop --environment.time_limit --environment.turns --help --lora.path --output.folder --policy.dtype --policy.overrides --recipe --reward.concurrency --reward.form --reward.function --reward.max_failed --reward.memory_gib --reward.network --reward.parts --reward.success --reward.time_limit --reward.workers --rollout.avg --rollout.batch_tokens --rollout.engine --rollout.kv_cache_gib --rollout.max_tokens --rollout.samples --rollout.stop --rollout.temperature --rollout.top_p --seed' ;;
         report) words='--help --output' ;;
         serve) words='--dtype --help --host --kv-cache-gib --max-tokens --overrides --port --seed' ;;
-        experience) words='--columns --form --help --no_skip_bad --question --skip_bad --tokenizer' ;;
+        experience) words='--columns --help --no_skip_bad --question --skip_bad --tokenizer' ;;
         doctor) words='--help --only --output --recipe --timeout' ;;
         bench) words='--dtype --help --hidden --output --tokens --vocabulary' ;;
         kernels) words='--help' ;;

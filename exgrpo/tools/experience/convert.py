@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from exgrpo.tools.experience.export import COLUMNS, KINDS, ROWS, SCHEMA, new_folder, write, write_card
+from exgrpo.tools.experience.export import KINDS, ROWS, SCHEMA, new_folder, write, write_card
 from exgrpo.tools.experience.sources import load_tokenizer
 from exgrpo.train.common.errors import ConfigError, DataError, shown
 from exgrpo.train.common.records import Rollout
@@ -147,11 +147,11 @@ def import_answers(
             raise DataError(f"{source}: there is no such file")
         decode = None if tokenizer is None else load_tokenizer(f"--tokenizer {tokenizer}", tokenizer).decode
         found = Import(source, columns, decode, skip_bad)
-        write(found.batches(files), SCHEMA, unfinished)
+        write(found.batches(files), unfinished)
         if not found.counts[ANSWERS]:
             raise DataError(f"there is no answer in these files: {found}".replace("\n", "; "))
         about = "Answers to questions whose answers can be verified, from files of another project."
-        write_card(unfinished, about, found.facts, COLUMNS)
+        write_card(unfinished, about, found.facts)
     return found
 
 

@@ -4,7 +4,7 @@ export RUN FOLDER | import FILES FOLDER`.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,9 +34,6 @@ class ExportOptions(BaseModel):
 
     run: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of a run.")
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
-    form: Literal["exgrpo", "verl", "trl"] = Field(
-        "exgrpo", description="Whose loaders read it; a run can begin with each of them."
-    )
 
 
 class ImportOptions(BaseModel):
@@ -86,7 +83,7 @@ def _show(options: ShowOptions) -> None:
 def _export(options: ExportOptions) -> None:
     from exgrpo.tools.experience.export import export
 
-    print(f"{export(options.run, options.folder, options.form)} trajectories in {options.folder}")
+    print(f"{export(options.run, options.folder)} trajectories in {options.folder}")
 
 
 def _import(options: ImportOptions) -> None:
