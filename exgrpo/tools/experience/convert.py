@@ -249,7 +249,7 @@ def _response(value: Any) -> Any:
 def _gold(value: Any) -> str | None:
     """A right answer; None: it is no text or number, by which questions could be told apart."""
     try:
-        return gold_text(value, "answer")
+        return gold_text(value, "answer") or None
     except DataError:
         return None
 
