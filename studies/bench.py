@@ -24,7 +24,7 @@ from studies.results import ResultFile
 from studies.sources import found_from
 from studies.statistics import height
 from studies.study import Study, load_study
-from studies.verdict import costs, verdict, warnings
+from studies.verdict import verdict, warnings
 
 PROGRAM = "exgrpo study bench"
 PROTOCOL = ROOT / "studies" / "strongest.yaml"
@@ -39,7 +39,7 @@ IGNORED = ("steps", "seed", "output.", "checkpoint.", "evaluation.every")
 
 
 class Options(BaseModel):
-    """Judge a method against the best GRPO and the recommended recipe, at equal generated tokens: docs/referee.md."""
+    """Compare a method with the best GRPO and the recommended recipe, at equal generated tokens: docs/referee.md."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -128,7 +128,7 @@ def _with(line: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 
 def judge(study: Study, options: Options, results: ResultFile) -> list[str]:
-    """Write the page and the tables; returns the verdict, and what is to be known beside it.
+    """Write the report; returns the verdict, the warnings and a word about chance.
 
     Raises:
         ReportError: no seed of the method has been run.
@@ -140,13 +140,13 @@ def judge(study: Study, options: Options, results: ResultFile) -> list[str]:
         raise ReportError(f"{options.name} has no seed that has been run on all tasks: the same command goes on")
     mine = arms[options.name]
     against = [replace(findings, arms=[arms[base], mine]) for base in (study.plan.baseline, PRESET) if base in arms]
-    said = [*(verdict(pair, mine) for pair in against), *warnings(findings, mine, options.asks), *costs(findings, mine)]
+    said = [*(verdict(pair, mine) for pair in against), *warnings(findings, mine, options.asks)]
     plan = study.plan
     said.append(
         f"{len(mine.seeds)} seeds on {len(study.plan.tasks)} tasks; {results.path} has the runs. Of methods that "
         "change nothing, about one in twenty would be called better or worse: docs/referee.md."
     )
-    title = f"Referee: {options.name} against {plan.baseline}"
+    title = f"{options.name} against {plan.baseline}"
     plan = plan.model_copy(update={"title": title, "text": " ".join(said)})
     shown = Study(options.output / f"{options.name}.yaml", plan)
     report.write(replace(findings, study=shown), options.output)

@@ -47,36 +47,24 @@ class Left:
 
 
 def left_of(study: Study, results: ResultFile, height: Height) -> Left:
-    """What is left of a study."""
+    """Count what is left of a study; a run that is left takes the mean time of those on its task."""
     counts, seconds, unknown = {}, 0.0, 0
-    spent_on = {task: _spent(study, results, task, height) for task in study.plan.tasks}
+    spent: dict[str, list[float]] = {task: [] for task in study.plan.tasks}
+    for run in study.known(height):
+        if run.key in results.by_key:
+            spent[run.task].append(results.by_key[run.key].seconds + START_SECONDS)
     for (task, arm), counted in study.counted(height).items():
         trials, search = study.searched(task, arm, height)
-        searched = [run.key for _, runs in trials for run in runs]
+        keys = [run.key for _, runs in trials for run in runs] + [run.key for run in counted or ()]
         unseen = study.plan.trials_of(arm, len(search.tried)) - len(search.tried) if search.best is None else 0
-        totals = (len(searched) + unseen, len(study.plan.seeds_of(arm)))
-        done = [sum(key in results.by_key for key in keys) for keys in (searched, [run.key for run in counted or ()])]
-        counts[arm, task] = (sum(done), sum(totals))
-        for of, total, spent in zip(done, totals, spent_on[task], strict=True):
-            if spent is None:
-                unknown += total - of
-            else:
-                seconds += (total - of) * spent
+        total = sum(len(runs) for _, runs in trials) + unseen + len(study.plan.seeds_of(arm))
+        done = sum(key in results.by_key for key in keys)
+        counts[arm, task] = (done, total)
+        if spent[task]:
+            seconds += (total - done) * float(np.mean(spent[task]))
+        else:
+            unknown += total - done
     return Left(counts, seconds, unknown)
-
-
-def _spent(study: Study, results: ResultFile, task: str, height: Height) -> tuple[float | None, float | None]:
-    """Mean seconds of the runs of a study on a task, in its search and of those that count; None: not known."""
-    of: tuple[list[float], list[float]] = ([], [])
-    for run in study.known(height):
-        if run.task == task and run.key in results.by_key:
-            counts = not study.plan.search or run.seed not in study.plan.search.seeds
-            of[counts].append(results.by_key[run.key].seconds + START_SECONDS)
-    searched, counted = (float(np.mean(some)) if some else None for some in of)
-    plan, longer = study.plan, 1.0
-    if plan.budget and plan.search and plan.search.budget:
-        longer = plan.budget.answers / plan.search.budget.answers
-    return searched or (counted and counted / longer), counted or (searched and searched * longer)
 
 
 def table_of(study: Study, left: Left, workers: int) -> Table:

@@ -1,5 +1,6 @@
 """A study's findings as tables in Markdown."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,40 +43,37 @@ def table(findings: Findings) -> str:
 
 
 def tables(findings: Findings) -> Iterator[Table]:
-    """All tables: over the tasks together where there are several, then task by task."""
-    if len(findings.tasks) > 1:
-        yield _scores(findings, "All tasks", findings.tasks)
+    """All tables, each with its rows task by task."""
     if findings.study.plan.claims:
         yield _claims(findings)
-    for task in findings.tasks:
-        yield _scores(findings, f"{task}: the end of training", [task])
-        yield _costs(findings, task)
-        yield _at_equal_cost(findings, task)
+    yield _scores(findings)
+    yield _costs(findings)
+    yield _at_equal_cost(findings)
 
 
-def _scores(findings: Findings, title: str, tasks: Sequence[str]) -> Table:
+def _scores(findings: Findings) -> Table:
     base = findings.baseline
-    headings = ["arm"]
+    headings = ["task", "arm"]
     for name in SCORES:
         headings += [findings.score_name(name), f"less {base.name}"]
     headings += ["better than it", "best Pass@1", "mean Pass@1 over the run", "seeds"]
     rows = []
-    for arm in findings.arms:
-        row = [arm.name]
+    parts = {task: [task] for task in findings.tasks}
+    if len(parts) > 1:
+        parts = {"all": findings.tasks, **parts}
+    for (title, tasks), arm in itertools.product(parts.items(), findings.arms):
+        row = [title, arm.name]
         for name in SCORES:
             gain = "" if arm is base else _signed(findings.gain(arm, name, tasks))
             row += [str(findings.at_the_end(arm, name, tasks)), gain]
         row.append("" if arm is base else str(findings.chance(arm, "pass_at_1", tasks)))
         row += [str(of(arm, "pass_at_1", tasks)) for of in (findings.at_the_best, findings.area)]
-        row.append(str(len(arm.seeds)))
-        rows.append(row)
+        rows.append([*row, str(len(arm.seeds))])
     text = (
-        f"Interquartile means over seeds{f' of {len(tasks)} tasks' if len(tasks) > 1 else ''} at the end of training; "
-        "differences are of means; "
-        f"{_intervals(findings)} "
+        f"Interquartile means over seeds; differences are of means; {_intervals(findings)} "
         "“Better than it” is the probability that a run of the arm ends with a higher Pass@1 than one of the baseline."
     )
-    return Table(title, text, headings, rows)
+    return Table("The end of training", text, headings, rows)
 
 
 def _intervals(findings: Findings) -> str:
@@ -117,52 +115,47 @@ def _bold(text: str, so: bool) -> str:
     return f"**{text}**" if so else text
 
 
-def _costs(findings: Findings, task: str) -> Table:
+def _costs(findings: Findings) -> Table:
     base = findings.baseline
-    headings = [
-        "arm",
-        *COUNTED.values(),
-        *(f"{words} to its end" for words in COUNTED.values()),
-        "saves time from",
-        "chosen",
-    ]
+    headings = ["task", "arm", *COUNTED.values(), *(f"{words} to its end" for words in COUNTED.values())]
     rows = []
-    for arm in findings.arms:
+    for task, arm in itertools.product(findings.tasks, findings.arms):
         ratios = ["" if arm is base else _ratio(findings.cost_ratio(arm, cost, task)) for cost in COUNTED]
         ratios.append("" if arm is base else findings.break_even(arm, task).text(".2g"))
         values = {key: f"{of:g}" if isinstance(of, float) else of for key, of in arm.chosen[task].items()}
         chosen = ", ".join(f"{key} {value}" for key, value in values.items())
         cut = " (its trials were at their end)" if task in arm.cut else ""
-        rows.append([arm.name, *(f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED), *ratios, chosen + cut])
+        spent = [f"{findings.spent(arm, cost, task):,.0f}" for cost in COUNTED]
+        rows.append([task, arm.name, *spent, *ratios, chosen + cut])
     text = (
         f"“To its end”: what the arm spends until its mean Pass@1 is the last one of {base.name}, divided by what "
         f"{base.name} spends in all; in bold if the interval is below 1. “Saves time from”: what a generated "
         f"token must cost, in seconds of a token trained on, for the arm to reach that end in less time. "
-        f"{_prices(findings, task)}"
+        f"{' '.join(_prices(findings, task) for task in findings.tasks)}"
     )
-    return Table(f"{task}: the cost", text, headings, rows)
+    return Table("The cost", text, [*headings, "saves time from", "chosen"], rows)
 
 
 def _prices(findings: Findings, task: str) -> str:
     """What tokens and steps took in these runs."""
     generated, trained, step = findings.prices(task)
     if not trained:
-        return f"In these runs, a step took {step:.2g} s beside {1e6 * generated:.2g} us of a generated token."
-    return f"In these runs it cost {generated / trained:.2g} of them, beside {step:.2g} s of a step (least squares)."
+        return f"In the runs of {task}, a step took {step:.2g} s beside {1e6 * generated:.2g} us of a generated token."
+    cost = f"In the runs of {task} it cost {generated / trained:.2g} of them"
+    return f"{cost}, beside {step:.2g} s of a step (least squares)."
 
 
-def _at_equal_cost(findings: Findings, task: str) -> Table:
+def _at_equal_cost(findings: Findings) -> Table:
     base, scores = findings.baseline, ("pass_at_1", "pass_at_k")
     points = [(cost, share) for cost in COUNTED for share in (0.5, 1.0)]
-    headings = ["arm"]
+    headings = ["task", "arm"]
     headings += [f"{findings.score_name(of)} at {x:.0%} of the {COUNTED[cost]}" for cost, x in points for of in scores]
     rows = []
-    for arm in findings.arms:
-        if arm is not base:
-            gains = [findings.gain_at(cost, share, arm, of, [task]) for cost, share in points for of in scores]
-            rows.append([arm.name, *map(_signed, gains)])
+    for task, arm in itertools.product(findings.tasks, findings.arms[1:]):
+        gains = [findings.gain_at(cost, share, arm, of, [task]) for cost, share in points for of in scores]
+        rows.append([task, arm.name, *map(_signed, gains)])
     text = f"Differences to {base.name} where both have spent the same: 100% is all that the cheaper of them spends."
-    return Table(f"{task}: at equal cost", text, headings, rows)
+    return Table("At equal cost", text, headings, rows)
 
 
 def _ratio(found: Interval) -> str:

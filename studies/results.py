@@ -116,7 +116,6 @@ class ResultFile:
 
     Attributes:
         by_key: the results.
-        lines: where they were read, by key, from 1.
 
     Raises:
         OutputError: it cannot be read, or a line but the last is damaged.
@@ -125,7 +124,6 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_key: dict[str, Result] = {}
-        self.lines: dict[str, int] = {}
         with os_errors_as(OutputError, f"{path} cannot be read"):
             content = path.read_bytes() if path.exists() else b""
         *lines, self._rest = content.split(b"\n")  # a line that a killed program did not finish is no result
@@ -134,7 +132,7 @@ class ResultFile:
                 result = Result.of_line(line)
             except (ValueError, KeyError, TypeError):
                 raise OutputError(f"{path}: line {number} is no result: remove it, and its run is done again") from None
-            self.by_key[result.key], self.lines[result.key] = result, number
+            self.by_key[result.key] = result
 
     def add(self, result: Result) -> None:
         """Append a result; it is on disk when this returns.

@@ -29,15 +29,12 @@ from studies.study import Planned, Study, load_study
 PROGRAM = "python -m studies.run"
 RESULTS = ROOT / "studies" / "results" / "runs.jsonl"
 RUNS = Path("runs") / "studies"
-OTHERS = ("bench", "leaderboard")
-"""Programs in the place of a study."""
 
 
 class Options(BaseModel):
     """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood.
 
-    `bench` in the place of a study judges a method of your own, and `leaderboard` writes the page of all verdicts: see
-    `bench --help` and `leaderboard --help`.
+    `bench` in the place of a study compares a method of your own with stored runs: see `bench --help`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -143,9 +140,9 @@ def do(study: Study, results: ResultFile, options: Options, resources: ExitStack
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit status."""
-    if argv and argv[0] in OTHERS:
-        other: int = import_module(f"studies.{argv[0]}").main(argv[1:])
-        return other
+    if argv and argv[0] == "bench":
+        bench: int = import_module("studies.bench").main(argv[1:])
+        return bench
 
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)

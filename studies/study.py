@@ -262,9 +262,4 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 def key_of(config: Config) -> str:
     """A short hash of `settings_of`; an option that a later version adds does not change it."""
-    return key_of_settings(settings_of(config))
-
-
-def key_of_settings(settings: Mapping[str, Any]) -> str:
-    """The hash of what `settings_of` says."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings_of(config), sort_keys=True).encode()).hexdigest()[:16]

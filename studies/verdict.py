@@ -1,11 +1,11 @@
-"""What a referee says of a method: better, worse or neither, at what price, and whether its runs are sound."""
+"""Verdict about a method, better, worse or neither than the baseline, and warnings about its runs."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from studies.findings import Arm, Findings
-from studies.statistics import Interval, welch
+from studies.statistics import welch
 
 TOKENS = "generated_tokens"
 SURE = 0.975
@@ -16,44 +16,29 @@ FALLEN = 0.5
 """A run has collapsed if its Pass@1 ends below this share of its highest value."""
 
 
-SENTENCES = {
-    "undecided": "Undecided, {arm} has too few seeds",
-    "better": "Better: {arm} is above {base}",
-    "worse": "Worse: {arm} is below {base}",
-    "a trade": "A trade: {arm} is above {base} in one score and below it in the other",
-    "equal": "Equal: no difference between {arm} and {base} that these runs can show",
-}
-"""What each verdict means."""
-
-
 def verdict(findings: Findings, arm: Arm) -> str:
-    """In one sentence, where the arm and the baseline have generated the same."""
-    word, first, several = compared(findings, arm)
-    said = SENTENCES[word].format(arm=arm.name, base=findings.baseline.name)
+    """Compare an arm with the baseline in one sentence, where both have generated the same tokens."""
+    first, several = (
+        welch(*findings.values_at(TOKENS, 1.0, arm, name, findings.tasks), SURE) for name in ("pass_at_1", "pass_at_k")
+    )
+    signs = {np.sign(gain.value) for gain in (first, several) if gain.excludes(0)}
+    arms = f"{arm.name} is {{}} {findings.baseline.name}"
+    if np.isnan(first.low):
+        said = f"Undecided, {arm.name} has too few seeds"
+    elif signs == {1}:
+        said = f"Better: {arms.format('above')}"
+    elif signs == {-1}:
+        said = f"Worse: {arms.format('below')}"
+    elif signs:
+        said = f"A trade: {arms.format('above')} in one score and below it in the other"
+    else:
+        said = f"Equal: no difference between {arm.name} and {findings.baseline.name} that these runs can show"
     of_k = findings.score_name("pass_at_k")
     return f"{said}: Pass@1 {first.text('+.3f')}, {of_k} {several.text('+.3f')} at equal generated tokens."
 
 
-def compared(findings: Findings, arm: Arm) -> tuple[str, Interval, Interval]:
-    """One of `SENTENCES`, and the differences of Pass@1 and Pass@k that it rests on."""
-    first, several = (
-        welch(*findings.values_at(TOKENS, 1.0, arm, name, findings.tasks), SURE) for name in ("pass_at_1", "pass_at_k")
-    )
-    up, down = (first.excludes(0) and first.value * sign > 0 for sign in (1, -1))
-    wider, narrower = (several.excludes(0) and several.value * sign > 0 for sign in (1, -1))
-    if np.isnan(first.low):
-        word = "undecided"
-    elif (up and not narrower) or (wider and not down):
-        word = "better"
-    elif (down and not wider) or (narrower and not up):
-        word = "worse"
-    else:
-        word = "a trade" if up or wider else "equal"
-    return word, first, several
-
-
 def warnings(findings: Findings, arm: Arm, asks: float) -> Iterator[str]:
-    """What is wrong with the runs of a method.
+    """Sentences about what is wrong with the runs of a method.
 
     Args:
         findings: with the baseline.
@@ -82,16 +67,3 @@ def warnings(findings: Findings, arm: Arm, asks: float) -> Iterator[str]:
 
 def _has_collapsed(curve: np.ndarray) -> bool:
     return bool(not np.isfinite(curve[-1]) or curve[-1] < FALLEN * np.nanmax(curve))
-
-
-def costs(findings: Findings, arm: Arm) -> Iterator[str]:
-    """What the method needs until it is where the baseline ends, and what its runs took, task by task."""
-    for task in findings.tasks:
-        tokens, seconds = (findings.cost_ratio(arm, cost, task) for cost in (TOKENS, "seconds"))
-        end = float(np.mean([run.curves["pass_at_1"][-1] for run in findings.baseline.runs[task]]))
-        yield (
-            f"On {task}: tokens until the last Pass@1 of {findings.baseline.name} ({end:.3f}), divided by its tokens: "
-            f"{tokens.text('.2f')}; seconds: {seconds.text('.2f')}, which depend on the machine. A run took "
-            f"{np.mean([run.seconds for run in arm.runs[task]]):,.0f} s and "
-            f"{findings.spent(arm, TOKENS, task):,.0f} tokens."
-        )

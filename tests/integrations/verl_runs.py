@@ -25,8 +25,8 @@ from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, Setting, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
-from tests.compatibility.promises import ROOT
 from tests.integrations.verl_task import write_task
+from tests.train.warm import ROOT
 
 ANSWERS, QUESTIONS, LONGEST = 4, 4, 8
 """K and B, and the most tokens of an answer."""

@@ -84,6 +84,7 @@ def test_a_method_that_does_nothing_is_equal_and_the_baseline_is_not_run_again(r
     assert {run.config.steps for run in referee.ran} == {8}, "the recipe's own steps do not count"
     for ending in ("md", "svg", "jsonl"):
         assert (referee.folder / "runs" / "bench" / f"mine.{ending}").exists()
+    assert "Equal: no difference" in (referee.folder / "runs" / "bench" / "mine.md").read_text()
     before = len(referee.ran)
     assert referee() == 0
     assert len(referee.ran) == before, "nothing is run twice"

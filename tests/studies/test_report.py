@@ -32,28 +32,29 @@ def results_of(study, path, arms=("without", "with"), spread=0.01, curves=CURVES
 def test_tables_say_what_the_runs_came_to(tmp_path):
     study = load_study(write(tmp_path, seeds=[0, 1, 2, 3, 4]))
     end, cost, equal = tables(Findings.of(study, results_of(study, tmp_path / "r.jsonl")))
-    assert end.headings[:4] == ["arm", "Pass@1", "less without", "Pass@8"]
+    assert end.headings[:5] == ["task", "arm", "Pass@1", "less without", "Pass@8"]
     without, replayed = end.rows
-    assert without[:3] == ["without", "0.320 (0.307 to 0.337)", ""]
-    assert replayed[1].startswith("0.520 ")
-    assert re.fullmatch(r"\*\*\+0\.200 \(\+0\.1\d\d to \+0\.2\d\d\)\*\*", replayed[2])
-    assert replayed[7] == "1.000 (1.000 to 1.000)"
+    assert without[:4] == ["countdown", "without", "0.320 (0.307 to 0.337)", ""]
+    assert replayed[2].startswith("0.520 ")
+    assert re.fullmatch(r"\*\*\+0\.200 \(\+0\.1\d\d to \+0\.2\d\d\)\*\*", replayed[3])
+    assert replayed[8] == "1.000 (1.000 to 1.000)"
     without, replayed = cost.rows
-    assert without[:3] == ["without", "200", "200"]
+    assert without[:4] == ["countdown", "without", "200", "200"]
     # Its mean curve reaches 0.32 after 100 of 200 tokens.
-    assert replayed[3].startswith("**0.50 (")
-    assert equal.headings[:4] == [
+    assert replayed[4].startswith("**0.50 (")
+    assert equal.headings[:5] == [
+        "task",
         "arm",
         "Pass@1 at 50% of the tokens",
         "Pass@8 at 50% of the tokens",
         "Pass@1 at 100% of the tokens",
     ]
     (replayed,) = equal.rows
-    assert replayed[1].startswith("**+0.100 ")
-    assert replayed[3].startswith("**+0.200 ")
-    assert equal.headings[7:] == ["Pass@1 at 100% of the seconds", "Pass@8 at 100% of the seconds"]
-    assert replayed[5:7] == replayed[1:3], "in these results seconds are tokens"
-    assert replayed[7].startswith("**+0.200 ")
+    assert replayed[2].startswith("**+0.100 ")
+    assert replayed[4].startswith("**+0.200 ")
+    assert equal.headings[8:] == ["Pass@1 at 100% of the seconds", "Pass@8 at 100% of the seconds"]
+    assert replayed[6:8] == replayed[2:4], "in these results seconds are tokens"
+    assert replayed[8].startswith("**+0.200 ")
 
 
 def test_a_choice_may_be_any_value(tmp_path):
@@ -85,8 +86,8 @@ def test_below_five_seeds_nothing_is_in_bold_and_the_tables_say_why(tmp_path):
     for seed in (2, 3, 4):
         file.add(result(study.planned("countdown", "with", seed, {}).key, 0.1, 0.3, 0.5))
     end, *_ = tables(Findings.of(study, file))
-    assert "(" in end.rows[1][1]
-    assert "(" not in end.rows[1][2], "the baseline has two"
+    assert "(" in end.rows[1][2]
+    assert "(" not in end.rows[1][3], "the baseline has two"
     assert "A difference in bold has an interval without 0. With fewer than 5 seeds there is no interval" in end.text
 
 
@@ -117,8 +118,10 @@ def test_the_sentence_of_several_arms_and_tasks_and_of_a_baseline_alone(tmp_path
     alone = headline(Findings.of(study, results_of(study, tmp_path / "alone.jsonl", ["without"])))
     assert alone == "Only “without” has been run: at the end, its held-out Pass@1 over 2 tasks is 0.305."
     findings = Findings.of(study, results_of(study, tmp_path / "r.jsonl", arms))
-    titles = [table.title for table in tables(findings)]
-    assert (titles[0], len(titles)) == ("All tasks", 7)
+    end, cost, equal = tables(findings)
+    assert [row[0] for row in end.rows] == [task for task in ("all", "countdown", "colouring") for _ in arms]
+    assert [row[:2] for row in end.rows[3:]] == [row[:2] for row in cost.rows]
+    assert [row[:2] for row in equal.rows] == [row[:2] for row in cost.rows if row[1] != "without"]
     sentence = headline(findings)
     assert sentence.startswith(
         "After equally many generated tokens, held-out Pass@1 over 2 tasks is 0.505 for “with”, the"
@@ -148,7 +151,7 @@ def test_the_program_writes_tables_and_a_picture(tmp_path, capsys):
     assert any(re.match("│ with  .*│ +0.505 ", line) for line in shown)
     text = (tmp_path / "out" / "trial.md").read_text()
     assert shown[-1] in text
-    assert "| with | 0.505 " in text
+    assert "| countdown | with | 0.505 " in text
     assert "commit c0ffee" in text
     words = {"countdown", "Pass@1", "Pass@8", "generated tokens", "with", "without"}
     assert words <= texts(tmp_path / "out" / "trial.svg")

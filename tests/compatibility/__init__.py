@@ -1,1 +1,0 @@
-"""The ends of the ranges in pyproject.toml, each tried in an environment of its own."""
