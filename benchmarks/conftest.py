@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.heads import default_backend
 from benchmarks.render import tables
 from benchmarks.timing import BUDGET, Groups
-from exgrpo.tools.heads import default_backend
 
 VERSIONS = (
     "exgrpo",

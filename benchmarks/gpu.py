@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
 from benchmarks.programs import ROOT
 from benchmarks.record import Machine, Record, read
 from benchmarks.render import seconds, slug, write
-from exgrpo.tools.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
 
 GRACE = 30.0
 """Seconds from the interrupt of a part to its end: pytest still writes its report."""

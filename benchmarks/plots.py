@@ -4,9 +4,9 @@ from pathlib import Path
 
 import matplotlib
 
+from benchmarks.heads import FLOOR
+from benchmarks.measure import bars
 from benchmarks.record import Row, groups_of
-from exgrpo.tools.bench import bars
-from exgrpo.tools.heads import FLOOR
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

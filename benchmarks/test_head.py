@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.timing import CLOCK, budget
-from exgrpo.tools.bench import ROWS, measure
-from exgrpo.tools.heads import (
+from benchmarks.heads import (
     FORWARD,
     FULL_GPU,
     LOG_PROB,
@@ -18,6 +16,8 @@ from exgrpo.tools.heads import (
     Floor,
     make_problem,
 )
+from benchmarks.measure import ROWS, measure
+from benchmarks.timing import CLOCK, budget
 
 SMALL = (512, 896, 32000)
 FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))

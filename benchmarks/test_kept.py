@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.heads import POLICY_LOSS, Case, Problem, default_backend, make_problem, plain_loss
+from benchmarks.measure import Results, race
 from benchmarks.timing import CLOCK, budget
 from exgrpo import kernels
-from exgrpo.tools.bench import Results, race
-from exgrpo.tools.heads import POLICY_LOSS, Case, Problem, default_backend, make_problem, plain_loss
 
 OURS = f"exgrpo {default_backend()}"
 ROWS = (OURS, f"{OURS}, whole vocabulary", "full logits, dense mask")

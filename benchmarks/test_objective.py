@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.heads import default_backend, full_logits
+from benchmarks.measure import Results, race
 from benchmarks.timing import CLOCK
 from exgrpo import kernels
 from exgrpo.kernels.timing import make_inputs
-from exgrpo.tools.bench import Results, race
-from exgrpo.tools.heads import default_backend, full_logits
 
 OURS = f"exgrpo {default_backend()}"
 BUDGET = 2.0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import Result, Results
 from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.timing import CLOCK
 from benchmarks.workloads import DEFAULT, SMOLLM2, Workload, smollm2, workloads
 from exgrpo.kernels.timing import paired_ratio
-from exgrpo.tools.bench import Result, Results
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")

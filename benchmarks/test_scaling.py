@@ -5,9 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.timing import CLOCK, budget
-from exgrpo.tools.bench import Results, race
-from exgrpo.tools.heads import (
+from benchmarks.heads import (
     WITH_ENTROPY,
     Case,
     Floor,
@@ -17,6 +15,8 @@ from exgrpo.tools.heads import (
     default_backend,
     make_problem,
 )
+from benchmarks.measure import Results, race
+from benchmarks.timing import CLOCK, budget
 
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.measure import Result, Results
 from benchmarks.programs import ProgramError, answer_of
 from benchmarks.timing import CLOCK
 from benchmarks.workloads import Workload, workloads
 from exgrpo.kernels.timing import paired_ratio, paired_spread
-from exgrpo.tools.bench import Result, Results
 
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.heads import FLOOR, OURS
+from benchmarks.measure import Results
 from exgrpo.kernels.timing import paired_ratio
-from exgrpo.tools.bench import Results
-from exgrpo.tools.heads import FLOOR, OURS
 
 BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
 """Seconds of rounds per group on a CPU."""

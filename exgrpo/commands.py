@@ -32,11 +32,10 @@ PROGRAMS = {
     "train": Program("exgrpo.tools.launch", "train a model, on one or several processes; --first: the first result"),
     "evaluate": Program("exgrpo.tools.evaluate", "score a model on held-out questions"),
     "report": Program("exgrpo.tools.report", "make a page about one or several runs"),
-    "estimate": Program("exgrpo.tools.estimate", "whether a recipe fits, and how long a step takes"),
     "serve": Program("exgrpo.tools.serve", "give rollouts to a trainer, by vLLM"),
     "experience": Program("exgrpo.tools.experience", "show or export what a run has stored, or import files of others"),
     "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
-    "bench": Program("exgrpo.tools.bench", "time the head beside the peers that are installed"),
+    "bench": Program("exgrpo.tools.bench", "time the backends of the head beside plain torch"),
     "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }

@@ -8,7 +8,6 @@ import sys
 from exgrpo.commands import BEFORE, COMPLETION, PROGRAMS, SCRIPT
 
 ALSO = {
-    "estimate": [["exgrpo.train.main"]],
     "experience": [["exgrpo.tools.experience", name] for name in ("show", "export", "import")],
 }
 """What else tells options of a program, beside the program itself."""

@@ -22,7 +22,7 @@ settings.register_profile("new", deadline=None)
 
 SLOW = (
     *("benchmarks", "docs", "examples", "integrations", "test_extras.py", "test_packaging.py"),
-    *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/estimate", "tools/report"),
+    *("train/reward/test_grading.py", "train/rollout/server/test_engine.py", "tools/report"),
     *("tools/test_", "train/data/test_gym.py", "train/data/test_tasks.py"),
     *(f"train/replay/test_{name}.py" for name in ("memory", "rules_of_memory", "sampling")),
     *(f"train/run/test_{name}" for name in ("clock", "disks", "hosts")),

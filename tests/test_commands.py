@@ -4,20 +4,16 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 
 import pytest
-import yaml
 
 import exgrpo
 from exgrpo.commands import PROGRAMS, SCRIPT, main, usage
-from exgrpo.tools import dry_run, launch
-from exgrpo.tools.estimate.parts import GIB, machine
-from exgrpo.tools.estimate.program import Options, read_shape
+from exgrpo.tools import launch
 from exgrpo.train.config.command_line import _options as keys_of
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.recipe import RecipeArgument, parse_args, to_yaml
+from exgrpo.train.config.recipe import RecipeArgument
 from tests import completion
 
 ROOT = Path(__file__).parents[1]
@@ -136,90 +132,3 @@ def test_the_help_of_training_has_all_its_options():
     of_training = {f"--{key}" for model in (Config, RecipeArgument) for key in keys_of(model) if key not in of_recipes}
     assert len(of_training) > 100
     assert not (of_launch | of_training | of_recipes) - words
-
-
-def test_a_dry_run_shows_the_configuration_the_plan_and_an_estimate_and_starts_nothing(monkeypatch, tmp_path):
-    printed = StringIO()
-    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
-    monkeypatch.setattr(launch, "_start", lambda *_: pytest.fail("started"))
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("exgrpo.tools.doctor.machine.free_memory", lambda: 16 * GIB)
-    given = ["--questions=12", "--steps=7", f"--output.folder={tmp_path}"]
-    assert launch.main(["--dry-run", "--processes=2", *given]) == 0
-    text = printed.getvalue()
-    settings, rest = text.split("2 processes train ")
-    assert yaml.safe_load(settings) == yaml.safe_load(to_yaml(parse_args(given)))
-    assert "A step has 12 questions with 8 answers each, 96 in all" in rest
-    assert "Held-out questions: test (512)" in rest
-    assert "It fits: peak" in rest
-    assert "for 2 processes" in rest
-    assert "GiB usable per process" in rest
-    assert "H100" not in text
-    assert "GPU" not in rest.replace("has no GPU", "")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_on_a_cpu_shares_out_the_memory_that_is_free_and_the_rate_that_is_measured(monkeypatch):
-    monkeypatch.setattr("exgrpo.tools.doctor.machine.free_memory", lambda: 8 * GIB)
-    monkeypatch.setattr(dry_run, "_rates", lambda *_: (6e12, 9e9))
-    config = parse_args(["--experience.ratio=0"])
-    options = Options(reserve_gib=1)
-    shape = read_shape(config.policy.path)
-    one, two = (dry_run._measured_cpu(config, shape, processes, options) for processes in (1, 2))
-    assert (one.gpus, two.gpus) == (1, 2)
-    assert (one.flops, two.flops) == (6e12, 3e12)
-    assert (one.bandwidth, two.bandwidth) == (9e9, 4.5e9)
-    # Each process also keeps, beside the reserve, a second copy of the model where two share it.
-    assert one.memory == 7 * GIB
-    copy = 4 * shape.total
-    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
-    shared = dry_run._measured_cpu(changed, shape, 2, options)
-    assert shared.memory == 3 * GIB - copy
-
-
-def test_a_dry_run_estimates_for_the_machine_that_is_named(monkeypatch, tmp_path):
-    printed = StringIO()
-    monkeypatch.setattr(launch, "Console", lambda: launch_console(printed))
-    given = ["--dry-run", "--machine=H200x8", f"--output.folder={tmp_path}"]
-    assert launch.main(given) == 0
-    assert "8 processes train " in printed.getvalue()
-    assert "on 8 x H200. Estimates from data sheets" in printed.getvalue()
-    assert "137.0 GiB usable per GPU" in printed.getvalue()
-    assert (
-        "memory plan: passes of 32768 tokens without activation checkpointing, a cache of 1 GiB" in printed.getvalue()
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("h100x8", ("H100", 8)),
-        ("a100-80", ("A100-80", None)),
-        ("RTX4090", ("RTX4090", None)),
-        ("rtx4090x2", ("RTX4090", 2)),
-    ],
-)
-def test_a_machine_is_a_gpu_and_a_number(words, found):
-    assert machine(words) == found
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--machine=h100"], "give --dry-run with it"),
-        (["--dry-run", "--machine=h10"], "known ones are"),
-        (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
-    ],
-)
-def test_a_machine_that_cannot_be_meant_is_one_line(capsys, tmp_path, given, message):
-    assert launch.main([*given, f"--output.folder={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
-
-
-def launch_console(file):
-    from rich.console import Console
-
-    return Console(file=file, width=200)

@@ -26,7 +26,6 @@ FIXED = {"trust_remote_code": False, "weights_only": True, "allow_pickle": False
 """Arguments that have this value or none."""
 
 ARGUED = {
-    ("exgrpo/tools/doctor/running.py", "pickle.load"): "its parent, the doctor, writes it into its standard input",
     ("exgrpo/train/reward/worker.py", "pickle.loads"): "columns of a row, which the pool of the same run has pickled",
     ("exgrpo/train/common/distributed.py", "all_gather_object"): "ranks of one run, which run the same program",
     ("exgrpo/integrations/trl.py", "gather_object"): "ranks of one run, which run the same program",

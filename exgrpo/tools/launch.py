@@ -22,8 +22,7 @@ with needs(__name__, "exgrpo[train]"):
     from pydantic import BaseModel, ConfigDict, Field, field_validator
     from rich.console import Console
 
-    from exgrpo.tools.dry_run import lines
-    from exgrpo.tools.estimate.parts import machine
+    from exgrpo.tools.dry_run import lines, machine
     from exgrpo.tools.first import main as first
     from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
@@ -48,10 +47,10 @@ class Launch(BaseModel):
     processes: int = Field(1, ge=1, description="How many: one for each GPU.")
     restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
     dry_run: bool = Field(
-        False, description="Print the configuration, the plan and an estimate for this machine, and start nothing."
+        False, description="Print the configuration, the plan, memory and FLOPs of a step, and start nothing."
     )
     machine: str | None = Field(
-        None, description="With --dry-run: estimate for such GPUs, as h100x8; None: for this machine."
+        None, description="With --dry-run: the GPUs to plan for, as h100x8; None: this machine."
     )
 
     @field_validator("machine")
@@ -80,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
                 raise ConfigError("first: it starts two runs of one process each: leave the other options of it out")
             return first(rest)
         if options.machine and not options.dry_run:
-            raise ConfigError("machine: it is what a dry run estimates for: give --dry-run with it")
+            raise ConfigError("machine: it is what a dry run plans for: give --dry-run with it")
         if options.dry_run:
             return _show(options, rest)
         return _start(options, prepared(options, rest))

@@ -1,18 +1,13 @@
 """The harness: rows compute the same thing, slow is shown as slow, wrong as wrong, and memory as it is."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.record import Machine, Record, read, write
-from benchmarks.render import RESULTS, grids, main, markdown
-from benchmarks.timing import Groups
-from exgrpo.kernels import linear_policy_loss
-from exgrpo.kernels.inputs import IGNORED
-from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
-from exgrpo.tools.bench import ROWS, Result, measure
-from exgrpo.tools.heads import (
+from benchmarks.heads import (
     CROSS_ENTROPY,
     FORWARD,
     LOG_PROB,
@@ -25,7 +20,16 @@ from exgrpo.tools.heads import (
     exact,
     make_problem,
 )
+from benchmarks.measure import ROWS, Result, measure
+from benchmarks.peers import PEERS
+from benchmarks.record import Machine, Record, read, write
+from benchmarks.render import RESULTS, grids, main, markdown
+from benchmarks.timing import Groups
+from exgrpo.kernels import linear_policy_loss
+from exgrpo.kernels.inputs import IGNORED
+from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = (48, 64, 600)
 MORE = (torch.bfloat16, 1.0)
@@ -231,3 +235,9 @@ def test_a_file_that_is_no_record_is_refused(text, tmp_path, capsys):
     assert main([str(tmp_path / "other.json"), "--output", str(tmp_path / "results")]) == 2
     assert "other.json is no record of these benchmarks" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+def test_the_versions_of_peers_are_those_that_make_installs():
+    pinned = re.findall(r"^(?:GPU_)?PEERS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(pinned) == 2
+    assert {peer.requirement for peer in PEERS if peer.requirement} <= set(" ".join(pinned).split())

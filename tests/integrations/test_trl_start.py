@@ -22,6 +22,7 @@ from tests.integrations.trl_trainers import WrittenAnswers, grpo, options, quest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+LOGGED = {"question": "prompt", "response": "completion"}
 EXPERT = ["3+4=7", "1 + 2 = 3", "12", "\\boxed{5}", "7-2=5", "2*3=6"]
 RUN = {
     "start_pass_rate": 0.0,
@@ -119,8 +120,8 @@ def test_a_run_begins_with_completions_that_trl_has_logged(tmp_path: Path, model
     grpo(WrittenAnswers, tmp_path / "logged", model, log_completions=True, max_steps=2).train()
     files = sorted((tmp_path / "logged" / "completions").iterdir())
     logged = [row for file in files for row in pq.read_table(file).to_pylist()]
-    told = import_answers(f"{tmp_path}/logged/completions/*.parquet", tmp_path / "set", "trl")
-    assert (told.counts[ANSWERS], list(told.rewards)) == (16, ["reward"])
+    told = import_answers(f"{tmp_path}/logged/completions/*.parquet", tmp_path / "set", LOGGED)
+    assert told.counts[ANSWERS] == 16
     rows = [(row.question, row.response, row.reward, row.advantage, row.step) for row in read_traces(tmp_path / "set")]
     assert rows == [
         tuple(row[name] for name in ("prompt", "completion", "reward", "advantage", "step")) for row in logged

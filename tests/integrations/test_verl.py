@@ -8,18 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from exgrpo.integrations import verl as integration
 from exgrpo.integrations.verl import linear_cross_entropy, patch_verl
-from exgrpo.tools.experience.export import export
 from tests.gloo import on_ranks
-from tests.tools.experience.runs import make_run, pretrained, questions, some
 
 TEMPERATURE = 1.5
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,7 +41,7 @@ def verl(monkeypatch):
     root = Path(find_spec("verl").submodule_search_locations[0])
     for name in [name for name in sys.modules if name.split(".")[0] == "verl"]:
         monkeypatch.delitem(sys.modules, name)
-    packages = ("verl.utils", "verl.utils.kernel", "verl.utils.dataset", "verl.models", "verl.models.transformers")
+    packages = ("verl.utils", "verl.utils.kernel", "verl.models", "verl.models.transformers")
     for name in ("verl", *packages):
         package = ModuleType(name)
         package.__path__ = [str(root.parent.joinpath(*name.split(".")))]
@@ -266,37 +262,3 @@ def check_rank(rank):
 
 def test_tensor_parallel_ranks_give_the_whole_results_and_shares_of_the_gradient(tmp_path):
     on_ranks(check_rank, 2, tmp_path)
-
-
-def test_exported_experience_is_read_by_the_loaders_of_verl(verl, tmp_path, monkeypatch):
-    """Its data set of prompts, and that of conversations: in our tokens, which verl makes of the texts again."""
-    names = {
-        "omegaconf": {"DictConfig": dict, "ListConfig": list},
-        "tensordict": {"TensorDict": dict},
-        "tensordict.tensorclass": {"NonTensorData": object, "NonTensorStack": object},
-    }
-    for name, values in names.items():  # packages of verl, of which the loaders need these names
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    # verl 0.9.1 is for older versions of transformers: its models of images ask for a name that 5.23 has no more.
-    monkeypatch.setattr(modeling_qwen2_vl, "Qwen2VLCausalLMOutputWithPast", object, raising=False)
-    sys.modules["verl.utils"].hf_tokenizer = None
-    export(make_run(tmp_path / "run", some()[:-1]), tmp_path / "set", "verl")
-    (file,) = map(str, (tmp_path / "set" / "data").iterdir())
-    tokenizer = pretrained().tokenizer
-    config = {"max_prompt_length": 64, "filter_overlong_prompts_workers": 1, "cache_dir": str(tmp_path)}
-    prompts = verl("verl.utils.dataset.rl_dataset").RLHFDataset(file, tokenizer, config)
-    config = {"max_length": 64, "pad_mode": "no_padding"}
-    chats = verl("verl.utils.dataset.multiturn_sft_dataset").MultiTurnSFTDataset(file, tokenizer, config)
-    assert len(prompts) == len(chats) == 6
-    for row, chat, one in zip(
-        map(prompts.__getitem__, range(6)), map(chats.__getitem__, range(6)), some(), strict=False
-    ):
-        asked, reward = questions()[one.question], row["reward_model"]
-        ids = tokenizer.apply_chat_template(row["raw_prompt"], add_generation_prompt=True)["input_ids"]
-        assert tuple(ids) == asked.prompt
-        assert (row["index"], row["data_source"], reward["ground_truth"]) == (asked.index, asked.source, asked.gold)
-        np.testing.assert_allclose(row["log_prob"], one.log_prob)
-        assert chat["input_ids"].tolist() == [*asked.prompt, *one.response]
-        assert chat["loss_mask"].tolist() == [0] * len(asked.prompt) + [1] * len(one.response)

@@ -1,4 +1,4 @@
-"""Checks for the doctor that fail in every way there is; their processes import this module."""
+"""Checks for the doctor that fail in every way there is, and the program that does one of them."""
 
 import json
 import os
@@ -7,52 +7,58 @@ import subprocess
 import sys
 import time
 
-from exgrpo.tools.doctor.check import CheckFailedError, Skipped
+from exgrpo.tools import checks
+from exgrpo.tools.checks import Check, CheckFailedError, Skipped
 
 PIDS = "pids.json"
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+REMEDY = "do something else"
 
 
-def measures(given):
+def measures(recipe, folder):
     print("a library says something")
-    os.write(1, b"and something in C\n")
-    return f"seed {given.recipe.seed} in {given.folder.name} of rank {os.environ.get('RANK')}"
+    return f"seed {recipe.seed} in {folder.name} of rank {os.environ.get('RANK')}"
 
 
-def skips(given):
+def skips(recipe, folder):
     raise Skipped("there is no such device")
 
 
-def fails(given):
+def fails(recipe, folder):
     print("what it did before", file=sys.stderr)
-    raise CheckFailedError("the number is 5 and not 4. Take 4")
+    raise CheckFailedError("the number is 5 and not 4: take 4")
 
 
-def raises(given):
+def raises(recipe, folder):
     return {}["missing"]
 
 
-def crashes(given):
+def crashes(recipe, folder):
     print("before the crash", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def vanishes(given):
+def vanishes(recipe, folder):
     os._exit(0)
 
 
-def leaves_a_process(given):
-    sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER])
-    return str(sleeper.pid)
+def leaves_a_process(recipe, folder):
+    return str(subprocess.Popen([sys.executable, "-c", SLEEPER]).pid)
 
 
-def hangs(given):
+def hangs(recipe, folder):
     """Deaf to SIGTERM, with a process that is deaf too."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER])
-    ready = given.folder / "ready"
+    ready = folder / "ready"
     ready.write_text(json.dumps([os.getpid(), sleeper.pid]))
-    ready.rename(given.folder / PIDS)
-    while True:
-        time.sleep(600)
+    ready.rename(folder / PIDS)
+    time.sleep(600)
+
+
+FUNCTIONS = (crashes, measures, fails, skips, raises, vanishes, leaves_a_process, hangs)
+CHECKS = {function.__name__: Check(function, REMEDY) for function in FUNCTIONS}
+
+if __name__ == "__main__":
+    checks.CHECKS.update(CHECKS)
+    sys.exit(checks.main(sys.argv[1:]))

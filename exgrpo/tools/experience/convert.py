@@ -1,64 +1,67 @@
-"""Answers in files of other projects become a data set that a run begins with: `exgrpo experience import`.
+"""Answers in tables of others become a data set that a run begins with: `exgrpo experience import`.
 
-Rows are read, checked and written some at a time. What is written has the columns of `exgrpo.train.run.traces`.
+The columns are those of `exgrpo.train.run.traces.Trace`; a mapping says what a table calls them. Rows are read, checked
+and written some at a time.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from exgrpo.tools.experience.export import COLUMNS, ROWS, SCHEMA, new_folder, write, write_card
-from exgrpo.tools.experience.forms import FORMS, Answer, Decode, Form
+from exgrpo.tools.experience.export import KINDS, ROWS, SCHEMA, new_folder, write, write_card
 from exgrpo.tools.experience.sources import load_tokenizer
 from exgrpo.train.common.errors import ConfigError, DataError, shown
+from exgrpo.train.common.records import Rollout
 from exgrpo.train.data.files import local_files
-from exgrpo.train.data.prompts import PROMPTS, PromptFormat
+from exgrpo.train.data.rows import Message, as_text, gold_text
+from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Trace, parse_as, read_values
 
+Row = dict[str, Any]
+Decode = Callable[[Any], str]
 SHOWN_PROBLEMS = 5
 ANSWERS, UNGRADED = "answers", "without a reward, so that a run grades them"
 UNSCORED = "without log-probs, so that the policy of a run scores them at its start"
 EMPTY, BAD = "rows left out, without an answer", "rows left out, which cannot be right"
+OF_QUESTION = ("question", "prompt_ids", "answer", "source")
+"""Columns that all answers of a row share; a list in one of the others has a value for each answer."""
 
 
 @dataclass
 class Import:
-    """Files of others on their way, and what was read from them so far.
+    """Tables of others and what was read of them so far.
 
     Attributes:
         source: the files.
-        form: of their rows.
-        decode: token ids to text.
-        prompts: how their questions became what they have in the place of a question.
-        named: names of the parts whose sum is the reward; None: all there are.
-        skip_bad: whether rows that cannot be right are left out.
-        counts: of rows and answers, by what they are.
-        rewards: names of the parts that rewards are sums of.
+        columns: what they call the columns of a trace, if not so.
+        decode: token ids to text; None: there is no tokenizer.
+        skip_bad: leave out rows that cannot be right.
+        counts: of rows and answers by kind.
         problems: the first rows that cannot be right, each with its place and what is wrong.
     """
 
     source: str
-    form: type[Form]
-    decode: Decode
-    prompts: PromptFormat
-    named: Sequence[str] | None
+    columns: Mapping[str, str]
+    decode: Decode | None
     skip_bad: bool
     counts: Counter[str] = field(default_factory=Counter)
-    rewards: dict[str, None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def batches(self, files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
-        """All answers with the columns of a trace.
+        """Yield all answers with the columns of a trace.
 
         Raises:
             DataError: a file cannot be read, or a row cannot be right and such rows are not left out.
         """
-        rows: list[Answer] = []
+        rows: list[Row] = []
         for row in self._rows(files):
-            self.counts.update({ANSWERS: 1, UNSCORED: row.get("log_prob") is None, UNGRADED: row["reward"] is None})
+            self.counts.update({ANSWERS: 1, UNSCORED: row["log_prob"] is None, UNGRADED: row["reward"] is None})
             rows.append(row)
             if len(rows) == ROWS:
                 yield pa.RecordBatch.from_pylist(rows, SCHEMA)
@@ -66,11 +69,12 @@ class Import:
         if rows:
             yield pa.RecordBatch.from_pylist(rows, SCHEMA)
 
-    def _rows(self, files: Sequence[Path]) -> Iterator[Answer]:
+    def _rows(self, files: Sequence[Path]) -> Iterator[Row]:
         for place, value in (one for path in files for one in read_values(path)):
             try:
-                row = parse_as(self.form, value, self.form.title)
-                found = [self._row(answer) for answer in row.answers(self.decode)]
+                if isinstance(value, DataError):
+                    raise value
+                found = [self._checked(row) for row in answers_of(value, self.columns)]
             except DataError as error:
                 problem = f"{place}: {error}"
                 if not self.skip_bad:
@@ -81,29 +85,27 @@ class Import:
             self.counts[EMPTY] += not found
             yield from found
 
-    def _row(self, answer: Answer) -> Answer:
-        """An answer with the columns of a trace, which a run can read."""
-        if (text := answer.get("question")) is not None:
-            answer["question"] = self.prompts.question_in(text)
-            if answer["question"] is None:
-                raise DataError(f"its question does not have the form of --prompt_format: {shown(text)}")
-        row = {**answer, "reward": self._reward(answer.pop("rewards", {}))}
-        parse_as(Trace, row, "trace")
+    def _checked(self, row: Row) -> Row:
+        """A row that a run can read, with the text of its token ids where it has no other."""
+        trace = parse_as(Trace, {**row, "response": row["response"] or ""}, "trace")
+        if row["response"] is None:
+            if self.decode is None:
+                raise DataError("has response_ids and no response: --tokenizer must name the model that wrote it")
+            assert trace.response_ids is not None
+            rollout = Rollout(trace.response_ids, trace.finished, written=trace.written)
+            row = {**row, "response": text_of(rollout, self.decode, ())}
+        try:
+            pa.RecordBatch.from_pylist([row], SCHEMA)
+        except (ValueError, TypeError, OverflowError) as error:  # numbers and texts that a trace allows and a file not
+            raise DataError(f"cannot be written: {shown(error)}") from None
         return row
-
-    def _reward(self, parts: dict[str, float | None]) -> float | None:
-        names = parts if self.named is None else self.named
-        if missing := [name for name in names if name not in parts]:
-            raise DataError(f"has no reward {shown(missing[0])}; there is {', '.join(parts) or 'none'}")
-        values = {name: value for name in names if (value := parts[name]) is not None}
-        self.rewards |= dict.fromkeys(values)
-        return sum(values.values()) if values else None
 
     @property
     def facts(self) -> dict[str, object]:
-        """What there is to say of them."""
+        """Columns and counts by name."""
+        named = ", ".join(f"{name} is {theirs or 'left out'}" for name, theirs in self.columns.items())
         of_rows = {name: f"{self.counts[name]:,}" for name in (ANSWERS, UNGRADED, UNSCORED, EMPTY, BAD)}
-        return {"form": self.form.title, "reward": " + ".join(self.rewards) or "none", **of_rows}
+        return {"columns": named or "as they are", **of_rows}
 
     def __str__(self) -> str:
         facts = [f"{name}: {value}" for name, value in self.facts.items() if value != "0"]
@@ -113,72 +115,145 @@ class Import:
 def import_answers(
     source: str,
     folder: Path,
-    form: str | None = None,
+    columns: Mapping[str, str] | None = None,
     *,
     skip_bad: bool = False,
-    rewards: Sequence[str] | None = None,
-    prompt_format: str = "{question}",
     tokenizer: str | None = None,
 ) -> Import:
-    """Write answers from files of others as a data set that `experience.start` takes.
+    """Write answers from tables of others as a data set that `experience.start` takes.
 
     Args:
         source: a .parquet, .jsonl or .json file, or a pattern that matches several.
         folder: of the data set; it is made, whole or not at all.
-        form: one of `FORMS`; None: it is recognised.
+        columns: what the table calls the columns of a trace, see `cell`; "": it is not read.
         skip_bad: leave out rows that cannot be right.
-        rewards: names of the parts whose sum is the reward; None: all there are.
-        prompt_format: how a question became what the files have in its place, as `data.prompt_format`.
-        tokenizer: path or name of the model that wrote the answers, for forms that hold token ids.
+        tokenizer: path or name of the model that wrote the answers, for rows of token ids without texts.
 
     Returns:
         what was read.
 
     Raises:
-        ConfigError: the form needs a tokenizer, or has no use for one.
-        DataError: a file or row cannot be read, the form is not known, or no row holds an answer.
+        ConfigError: a trace has no such column.
+        DataError: a file or row cannot be read, or no row holds an answer.
         ModelError: the tokenizer cannot be loaded.
         OutputError: the folder is there and not empty, or cannot be written.
     """
-    prompts = PromptFormat(1, prompt_format=PROMPTS[prompt_format].text if prompt_format in PROMPTS else prompt_format)
-    prompts.check_settings()
+    columns = columns or {}
+    if unknown := [name for name in columns if name not in KINDS]:
+        raise ConfigError(f"--columns: there is no {unknown[0]!r} to name; there are {', '.join(KINDS)}")
     with new_folder(folder) as unfinished:
         files = local_files(source)
         if not files:
             raise DataError(f"{source}: there is no such file")
-        kind = FORMS[form or recognised(files)]
-        told = Import(source, kind, decoder(kind, tokenizer), prompts, rewards, skip_bad)
-        write(told.batches(files), SCHEMA, unfinished)
-        if not told.counts[ANSWERS]:
-            raise DataError(f"there is no answer in these files: {told}".replace("\n", "; "))
-        about = f"Answers to questions whose answers can be verified, from files of another project ({kind.title})."
-        write_card(unfinished, about, told.facts, COLUMNS)
-    return told
+        decode = None if tokenizer is None else load_tokenizer(f"--tokenizer {tokenizer}", tokenizer).decode
+        found = Import(source, columns, decode, skip_bad)
+        write(found.batches(files), unfinished)
+        if not found.counts[ANSWERS]:
+            raise DataError(f"there is no answer in these files: {found}".replace("\n", "; "))
+        about = "Answers to questions whose answers can be verified, from files of another project."
+        write_card(unfinished, about, found.facts)
+    return found
 
 
-def recognised(files: Sequence[Path]) -> str:
-    """The name of the form of files, by the columns of their first row.
+def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the answers of a row of a table: one, or one for each element of a list of responses.
 
     Raises:
-        DataError: they have no row, or its columns are those of no form or of several.
+        DataError: it cannot be right; the message is without the row's place.
     """
-    rows = (one for path in files for one in read_values(path) if isinstance(one[1], dict))
-    place, row = next(rows, (None, {}))
-    if place is None:
-        raise DataError(f"{', '.join(map(str, files))}: no row is an object")
-    if "response" in row and {"question", "problem", "prompt_ids"} & {*row}:
-        raise DataError(f"{place}: a run reads this as it is: name the file in --experience.start")
-    fits = [name for name, form in FORMS.items() if form.known_by <= {*row}]
-    if len(fits) != 1:
-        of = f"are those of {' and of '.join(fits)}" if fits else "are those of no form that is known"
-        raise DataError(f"{place}: its columns {shown(', '.join(row))} {of}: --form names one of {', '.join(FORMS)}")
-    return fits[0]
+    if not isinstance(row, dict):
+        raise DataError(f"expected an object, got {type(row).__name__}")
+    cells: Row = {name: cell(row, columns[name]) if name in columns else row.get(name) for name in KINDS}
+    if "question" not in columns and cells["question"] is None:
+        cells["question"] = row.get("problem")
+    cells |= {"question": _question(cells["question"]), "answer": _gold(cells["answer"])}
+    responses = cells["response"] if cells["response"] is not None else cells["response_ids"]
+    if responses is None or (_is_list(responses) and not len(responses)):
+        return
+    if _is_list(responses) and (isinstance(responses[0], str) or _is_list(responses[0])):
+        lists: Row = {name: value for name, value in cells.items() if name not in OF_QUESTION and _is_list(value)}
+        own: Row = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in lists.items()}
+        if wrong := [name for name, value in own.items() if len(value) != len(responses)]:
+            raise DataError(f"{len(own[wrong[0]])} {wrong[0]} for {len(responses)} answers")
+        several = [{**cells, **{name: value[i] for name, value in own.items()}} for i in range(len(responses))]
+    else:
+        several = [cells]
+    for one in several:
+        numbers = {name: _number(one[name]) for name in ("reward", "advantage")}
+        yield {**one, **numbers, "response": _response(one["response"])}
 
 
-def decoder(form: type[Form], tokenizer: str | None) -> Decode:
-    """What reads the token ids of a form; see `import_answers` for the errors."""
-    if tokenizer is None and form.tokens:
-        raise ConfigError(f"{form.title} holds token ids: --tokenizer must name the model that wrote them")
-    if tokenizer is not None and not form.tokens:
-        raise ConfigError(f"{form.title} holds no token ids that --tokenizer could read: leave it out")
-    return str if tokenizer is None else load_tokenizer(f"--tokenizer {tokenizer}", tokenizer).decode
+def cell(row: Row, path: str) -> Any:
+    """Return the value of a column of a row.
+
+    Args:
+        row: of a table.
+        path: a name; names and places in lists, separated by dots, of a value within it (reward_model.ground_truth,
+            choices.0.text); several of these joined by "+", whose numbers are added; "": None.
+
+    Raises:
+        DataError: the row has no such column.
+    """
+    if path in row or not path:
+        return row[path] if path else None
+    if "+" in path:
+        parts = [_number(cell(row, part)) for part in path.split("+")]
+        try:
+            return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
+        except (TypeError, OverflowError):
+            raise DataError(f"{path} cannot be added: {shown(parts)}") from None
+    value: Any = row
+    for name in path.split("."):
+        try:
+            value = value[int(name)] if _is_list(value) else value[name]
+        except (KeyError, IndexError, TypeError, ValueError):
+            names = shown(", ".join(map(str, row)))
+            raise DataError(f"has no {path!r}, which --columns names; its columns are {names}") from None
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray)
+
+
+def _is_message(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and isinstance(value[0], dict)
+
+
+def _message(value: Any) -> Message:
+    role, content = (value.get(name) if isinstance(value, dict) else None for name in ("role", "content"))
+    if isinstance(content, list):  # parts, of which some are texts
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        content = "\n\n".join(text for text in texts if isinstance(text, str))
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"a message must be {{role, content}} with texts, got {shown(value)}")
+    return Message(role, content)
+
+
+def _question(value: Any) -> Any:
+    """The question of a prompt of messages as a training question has it, without a system message."""
+    if not _is_message(value):
+        return value
+    messages = [message for message in map(_message, value) if message.role != "system"]
+    return messages[0].content if len(messages) == 1 else as_text(messages)
+
+
+def _response(value: Any) -> Any:
+    if not _is_message(value):
+        return value
+    if len(value) != 1:
+        raise DataError(f"an answer has {len(value)} messages, and answers of one are read")
+    return _message(value[0]).content
+
+
+def _gold(value: Any) -> str | None:
+    """A right answer; None: it is no text or number, by which questions could be told apart."""
+    try:
+        return gold_text(value, "answer") or None
+    except DataError:
+        return None
+
+
+def _number(value: Any) -> Any:
+    """A number; None in the place of NaN, which pandas writes where there is none."""
+    return None if isinstance(value, float) and math.isnan(value) else value

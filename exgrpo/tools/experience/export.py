@@ -1,7 +1,6 @@
 """A run's experience as a data set in the Hugging Face layout: a card, and a parquet file.
 
-The card is what a hub reads at its head, and what a person should know. A data set for verl or TRL has the columns that
-their loaders read beside its own, so that a run of this project can begin with it, too.
+The head of the card is for the hub, the rest for readers.
 """
 
 import shutil
@@ -17,7 +16,6 @@ import pyarrow.parquet
 from exgrpo.tools.experience.sources import RunExperience, open_run
 from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
 from exgrpo.train.config.hub import installed
-from exgrpo.train.data.questions import Question
 from exgrpo.train.run.traces import Trace
 
 ROWS = 512
@@ -25,8 +23,6 @@ ROWS = 512
 PACKAGES = ("exgrpo", "torch", "transformers", "deepspeed")
 FILE = "data/train-00000-of-00001.parquet"
 """As the hub names the one file of a split."""
-Columns = dict[str, tuple[pa.DataType, str]]
-"""Kinds of columns by name, and what they mean."""
 KINDS = {
     "question": pa.string(),
     "prompt_ids": pa.list_(pa.int32()),
@@ -48,32 +44,17 @@ KINDS = {
     "replays": pa.int32(),
     "key": pa.int64(),
 }
+SCHEMA = pa.schema(KINDS)
 MEANINGS = {name: field.description or "" for name, field in Trace.model_fields.items()}
 MEANINGS["source"] = "data set that the question comes from"
-COLUMNS: Columns = {name: (kind, MEANINGS[name]) for name, kind in KINDS.items()}
-SCHEMA = pa.schema(KINDS)
-MESSAGES = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
-PROMPT = "messages of the prompt, to which a chat template is applied"
-VERL: Columns = {
-    "data_source": (pa.string(), "as source: by it verl chooses a reward"),
-    "prompt": (MESSAGES, PROMPT),
-    "reward_model": (pa.struct({"style": pa.string(), "ground_truth": pa.string()}), "its right answer"),
-    "extra_info": (pa.struct({"split": pa.string(), "index": pa.int64()}), "index of the question in the run"),
-    "messages": (MESSAGES, "prompt and answer, for supervised training"),
-}
-"""What verl reads besides."""
-TRL_CHAT: Columns = {"prompt": (MESSAGES, PROMPT), "completion": (MESSAGES, "the answer as a message")}
-TRL_TEXT: Columns = {"prompt": (pa.string(), "text of the prompt"), "completion": (pa.string(), "text of the answer")}
-"""What TRL reads besides, of runs with and without a chat template."""
 
 
-def export(run: Path, folder: Path, form: str = "exgrpo") -> int:
-    """Write what the newest sound checkpoint of a run has stored; returns the number of trajectories.
+def export(run: Path, folder: Path) -> int:
+    """Write the answers in the newest sound checkpoint of a run as a data set; return their number.
 
     Args:
         run: the run's folder.
         folder: of the data set; it is made, whole or not at all.
-        form: whose loaders read it: exgrpo, verl or trl.
 
     Raises:
         CheckpointError: the run has no sound checkpoint.
@@ -85,11 +66,8 @@ def export(run: Path, folder: Path, form: str = "exgrpo") -> int:
         experience = open_run(run)
         if not len(experience):
             raise DataError(f"{run}: nothing is stored after step {experience.step}, so there is nothing to export")
-        of_trl = TRL_CHAT if experience.config.data.chat else TRL_TEXT
-        columns = COLUMNS | {"exgrpo": {}, "verl": VERL, "trl": of_trl}[form]
-        schema = pa.schema({name: kind for name, (kind, _) in columns.items()})
-        write(rows(experience, schema), schema, unfinished)
-        write_card(unfinished, ABOUT, _facts(experience), columns)
+        write(rows(experience), unfinished)
+        write_card(unfinished, ABOUT, _facts(experience))
     return len(experience)
 
 
@@ -114,13 +92,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def rows(experience: RunExperience, schema: pa.Schema = SCHEMA) -> Iterator[pa.RecordBatch]:
+def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
     """All trajectories in their order, some at a time."""
     for first in range(0, len(experience), ROWS):
-        yield _batch(experience, slice(first, first + ROWS), schema)
+        yield _batch(experience, slice(first, first + ROWS))
 
 
-def _batch(experience: RunExperience, places: slice, schema: pa.Schema) -> pa.RecordBatch:
+def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
     found, arrays = experience.answers[places], experience.arrays
     questions = [experience.asked(one.question) for one in found]
     columns: dict[str, Any] = {
@@ -143,33 +121,7 @@ def _batch(experience: RunExperience, places: slice, schema: pa.Schema) -> pa.Re
     columns |= {
         name: [getattr(one, name) for one in found] for name in ("behaviour", "finished", "reward", "step", "key")
     }
-    if schema != SCHEMA:
-        chat = schema.field("prompt").type == MESSAGES
-        columns |= _for_others(experience, questions, columns["response"], chat=chat)
-    cells = [
-        column if isinstance(column, pa.Array) else pa.array(column, schema.field(name).type)
-        for name, column in ((name, columns[name]) for name in schema.names)
-    ]
-    return pa.RecordBatch.from_arrays(cells, schema=schema)
-
-
-def _for_others(
-    experience: RunExperience, questions: Sequence[Question], responses: Sequence[str], *, chat: bool
-) -> dict[str, Any]:
-    """The columns of `VERL` and `TRL_CHAT`, or those of `TRL_TEXT`."""
-    prefix = experience.config.data.answer_prefix
-    prompts = [experience.messages(question) for question in questions]
-    if not chat:
-        return {"prompt": [prompt[-1]["content"] + prefix for prompt in prompts], "completion": responses}
-    said = [[{"role": "assistant", "content": prefix + response}] for response in responses]
-    return {
-        "data_source": [question.source for question in questions],
-        "prompt": prompts,
-        "reward_model": [{"style": "rule", "ground_truth": question.gold} for question in questions],
-        "extra_info": [{"split": "train", "index": question.index} for question in questions],
-        "messages": [prompt + last for prompt, last in zip(prompts, said, strict=True)],
-        "completion": said,
-    }
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
 
 
 def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
@@ -177,9 +129,9 @@ def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
-def write(batches: Iterable[pa.RecordBatch], schema: pa.Schema, folder: Path) -> None:
+def write(batches: Iterable[pa.RecordBatch], folder: Path) -> None:
     """Write batches to the `FILE` of a data set."""
-    with pyarrow.parquet.ParquetWriter(folder / FILE, schema, compression="zstd") as writer:
+    with pyarrow.parquet.ParquetWriter(folder / FILE, SCHEMA, compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch)
 
@@ -189,9 +141,9 @@ for replay (ExGRPO, arXiv 2510.02245). Such a buffer is a selection: by default 
 that the model already solves."""
 
 
-def write_card(folder: Path, about: str, facts: Mapping[str, object], columns: Columns) -> None:
+def write_card(folder: Path, about: str, facts: Mapping[str, object]) -> None:
     """Write the README.md of a data set."""
-    meanings = "\n".join(f"| {name} | {meaning} |" for name, (_, meaning) in columns.items())
+    meanings = "\n".join(f"| {name} | {MEANINGS[name]} |" for name in KINDS)
     told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     text = f"""---
 license: unknown

@@ -4,7 +4,7 @@ export RUN FOLDER | import FILES FOLDER`.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,9 +34,6 @@ class ExportOptions(BaseModel):
 
     run: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of a run.")
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
-    form: Literal["exgrpo", "verl", "trl"] = Field(
-        "exgrpo", description="Whose loaders read it; a run can begin with each of them."
-    )
 
 
 class ImportOptions(BaseModel):
@@ -48,21 +45,13 @@ class ImportOptions(BaseModel):
         description="A parquet, JSONL or JSON file, or a pattern in quotes that matches several."
     )
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
-    form: Literal["verl", "trl", "prime_rl", "oapl", "luffy", "open_r1"] | None = Field(
-        None, description="What the files are; None: the columns of the first row say it."
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="What the files call the columns, if not so (question prompt response output reward score).",
     )
     skip_bad: bool = Field(False, description="Leave out rows that cannot be right, and say how many they are.")
-    rewards: tuple[str, ...] | None = Field(
-        None,
-        description="The rewards whose sum is kept; without a value none is, and the run grades; None: all there are.",
-    )
-    prompt_format: str = Field(
-        "{question}",
-        description="What the files have in the place of a question, with {question} in it, or a name, as "
-        "data.prompt_format.",
-    )
     tokenizer: str | None = Field(
-        None, description="Path or name of the model that wrote the answers; prime-rl traces need it."
+        None, description="Path or name of the model that wrote the answers; for token ids without texts."
     )
 
 
@@ -94,7 +83,7 @@ def _show(options: ShowOptions) -> None:
 def _export(options: ExportOptions) -> None:
     from exgrpo.tools.experience.export import export
 
-    print(f"{export(options.run, options.folder, options.form)} trajectories in {options.folder}")
+    print(f"{export(options.run, options.folder)} trajectories in {options.folder}")
 
 
 def _import(options: ImportOptions) -> None:

@@ -1,10 +1,8 @@
 """What a run has stored, as its newest sound checkpoint has it."""
 
 import logging
-from bisect import bisect_right
 from collections.abc import Callable
 from functools import cached_property, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,8 @@ from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.pretrained import located
 from exgrpo.train.config.recipe import validate_stored
-from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined_questions
-from exgrpo.train.data.rows import NO_COLUMNS, Row
+from exgrpo.train.data.rows import NO_COLUMNS
 from exgrpo.train.data.selection import reward_name, select
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.pool import Grader
@@ -94,12 +91,6 @@ class RunExperience:
         if not 0 <= index < len(self.questions):
             raise DataError(f"there is no question {index}: the run has the questions 0 to {len(self.questions) - 1}")
         return self.questions[index]
-
-    def messages(self, question: Question) -> list[dict[str, str]]:
-        """The conversation {role, content} of a question's prompt, of which only the question is kept of its row."""
-        source = bisect_right(list(accumulate(self.questions.sizes)), question.index)
-        prompts = PromptFormat.of_source(self.config.data.train[source], self.config.data)
-        return prompts.messages(Row(question.text, question.gold, None, question.source))
 
     def text_of(self, trajectory: Trajectory) -> str:
         """What a trajectory says, without what ended it."""

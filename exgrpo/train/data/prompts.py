@@ -162,12 +162,6 @@ class PromptFormat:
         last = Message("user", self.prompt_format.format(question=row.question))
         return [message._asdict() for message in (*first, *row.turns, last)]
 
-    def question_in(self, text: str) -> str | None:
-        """The question of what the user says last, the inverse of `prompt_format`; None: the text has another form."""
-        before, _, after = self.prompt_format.format(question="\0").partition("\0")
-        fits = len(text) >= len(before + after) and text.startswith(before) and text.endswith(after)
-        return text[len(before) : len(text) - len(after)] if fits else None
-
 
 def _render(chats: list[list[dict[str, str]]], tokenizer: Any) -> list[str]:
     try:

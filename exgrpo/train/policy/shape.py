@@ -160,7 +160,7 @@ def shape_of(config: Any) -> ModelShape:
     experts = [name for name in EXPERTS if getattr(config, name, None)]
     if missing or experts:
         why = f"has no {', '.join(missing)}" if missing else "is a mixture of experts"
-        raise ModelError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are estimated")
+        raise ModelError(f"model {config.model_type!r} {why}: only dense decoders of the Llama family are counted")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

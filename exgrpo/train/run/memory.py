@@ -1,6 +1,6 @@
 """What each rank of a run holds on its GPU, by moment: arithmetic of a configuration and a model's shape.
 
-The plan of a run (`exgrpo.train.run.plan`) and the estimate before a launch (`exgrpo.tools.estimate`) reckon with it.
+The plan of a run (`exgrpo.train.run.plan`) and a dry run (`exgrpo.tools.costs`) reckon with it.
 `rollout.engine` auto is taken for vLLM, which it is wherever vLLM is installed.
 """
 

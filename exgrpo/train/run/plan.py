@@ -94,7 +94,7 @@ class Plan:
                     f"this run does not fit into {self.available / GIB:.1f} GiB of a GPU: with the least "
                     f"{', '.join(own)} it takes {taken / GIB:.1f} GiB at the moment {moment}, most of it for "
                     f"{largest.name}. Take more GPUs, distributed.offload_optimizer True or shorter answers; "
-                    "`exgrpo estimate` says what fits"
+                    "`exgrpo train --dry-run` shows the memory by part"
                 )
 
 

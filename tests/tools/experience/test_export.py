@@ -50,38 +50,6 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
     assert loaded[len(loaded) - 1]["response"] == "\\boxed{no"
 
 
-BASE = {"data.chat": False, "data.prompt_format": "Q: {question} A: ", "data.answer_prefix": "so "}
-CHAT = {"data.prompt_format": "{question} {{}}", "data.system_prompt": "short"}
-
-
-@pytest.mark.parametrize("data", [{}, CHAT, BASE])
-def test_trl_reads_its_data_set_as_the_tokens_of_the_run(tmp_path, monkeypatch, data):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import datasets
-    from trl.data_utils import is_conversational, maybe_apply_chat_template
-
-    run = make_run(tmp_path / "run", some()[:-1], **data)
-    export(run, tmp_path / "set", "trl")
-    loaded = datasets.load_dataset(str(tmp_path / "set"), split="train", cache_dir=str(tmp_path / "cache"))
-    tokenizer, base = pretrained().tokenizer, data == BASE
-    for row, one in zip(loaded, some(), strict=False):
-        assert is_conversational(row) != base
-        texts = maybe_apply_chat_template({name: row[name] for name in ("prompt", "completion")}, tokenizer)
-        prompt = tokenizer(texts["prompt"], add_special_tokens=base)["input_ids"]
-        answer = tokenizer(texts["completion"], add_special_tokens=False)["input_ids"]
-        assert prompt == row["prompt_ids"] == list(questions(PromptFormat.of(config(data).data))[one.question].prompt)
-        assert answer == one.response.tolist()[: -1 if base else None]
-
-
-@pytest.mark.parametrize("form", ["verl", "trl"])
-def test_a_run_begins_with_data_sets_of_others_as_with_ours(tmp_path, exported, form):
-    export(exported.parent / "run", tmp_path / "set", form)
-    for ours, theirs in zip(rows_of(exported), rows_of(tmp_path / "set"), strict=True):
-        assert lists(ours.kept) == lists(theirs.kept)
-        for name in set(SCHEMA.names) - {"kept", "source"}:
-            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-
-
 def test_the_card_says_what_it_is_and_how_it_was_made(exported):
     _, head, text = (exported / "README.md").read_text().split("---\n", 2)
     values = yaml.safe_load(head)

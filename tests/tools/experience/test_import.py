@@ -1,8 +1,7 @@
-"""Answers in files of other projects, written by hand as those projects write them, and what a run makes of them."""
+"""Tables of answers as other projects write them, by hand, and what a run makes of them."""
 
 import json
 from math import nan
-from typing import get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, import_answers
-from exgrpo.tools.experience.forms import FORMS
-from exgrpo.tools.experience.program import ImportOptions, main
+from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, answers_of, cell, import_answers
+from exgrpo.tools.experience.program import main
 from exgrpo.train.common.errors import ConfigError, DataError
-from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from tests.tools.experience.runs import ids, pretrained, questions, rows_of, write_parquet
 from tests.tools.experience.test_start import arithmetic, stored
 
@@ -42,44 +39,13 @@ def of_verl(question, **more):
     return {**row, "reward_model": {"ground_truth": asked.gold, "style": "rule"}, "extra_info": {"index": 9}, **more}
 
 
-def prime_rl(question, *turns, log_prob=-0.25, **more):
-    """An episode of one trace; turns of an assistant and of a user alternate, the last one ends as the model ends."""
+def prime_rl(question, text):
+    """An episode of one trace, of an answer of one turn."""
     asked = questions()[question]
-    prompt = list(asked.prompt)
-    # The generation prompt is a part of the assistant's node.
-    nodes = [{"message": user(asked.text)[0], "token_ids": prompt[:-1], "mask": [False] * (len(prompt) - 1)}]
-    for number, turn in enumerate(turns):
-        own, scaffold = number % 2 == 0, [prompt[-1]] if number == 0 else []
-        said = ids(turn, eos=own).tolist()
-        node = {
-            "parent": number,
-            "sampled": own,
-            "token_ids": scaffold + said,
-            "logprobs": [log_prob] * own * len(said),
-        }
-        node |= {"mask": [False] * len(scaffold) + [own] * len(said)}
-        nodes.append({**node, "message": {"role": "assistant" if own else "user", "content": turn}})
-    data = {"idx": 0, "prompt": asked.text, "answer": asked.gold}
-    trace = {
-        "task": {"type": "T", "data": data},
-        "agent": {"name": "agent", "trainable": True},
-        "nodes": nodes,
-        "calls": [{"node": 1, "model": MODEL, "finish_reason": "stop"}],
-        "rewards": {"correct": {"score": 1.0, "weight": 1.0}, "form": {"score": 0.5, "weight": 0.2}, "judge": None},
-        "ok": True,
-        "stop_condition": "agent_completed",
-        **more,
-    }
-    run = {"type": "train", "id": "r", "work": {"type": "train", "step": 4}}
-    return {
-        "id": "e",
-        "env": {"id": "x"},
-        "task": trace["task"],
-        "run": run,
-        "ok": True,
-        "errors": [],
-        "traces": [trace],
-    }
+    nodes = [{"message": user(asked.text)[0]}, {"parent": 0, "message": {"role": "assistant", "content": text}}]
+    trace = {"nodes": nodes, "rewards": {"correct": {"score": 1.0, "weight": 1.0}}, "ok": True}
+    task = {"type": "T", "data": {"idx": 0, "prompt": asked.text, "answer": asked.gold}}
+    return {"id": "e", "task": task, "run": {"type": "train", "work": {"step": 4}}, "traces": [trace]}
 
 
 def said(trainer):
@@ -124,7 +90,7 @@ def luffy():
 def open_r1():
     row = {"problem": questions()[3].text, "solution": f"so \\boxed{{{questions()[3].gold}}}", "uuid": "u"}
     return [
-        {**row, "generations": ["\\boxed{1}", "7 +"], "finish_reasons": ["stop", "length"], "api_metadata": [{}, {}]}
+        {**row, "generations": ["\\boxed{1}", "7 +"], "is_reasoning_complete": [True, False], "api_metadata": [{}, {}]}
     ]
 
 
@@ -132,34 +98,48 @@ def written(path, rows):
     return write_parquet(path, rows) if path.suffix == ".parquet" else write_lines(path, *rows)
 
 
+VERL = {"question": "input", "answer": "gts", "response": "output", "reward": "score"}
+OF_VERL = {"question": "prompt", "answer": "reward_model.ground_truth", "source": "data_source"}
+TRL = {"question": "prompt", "response": "completion", "reward": "accuracy_reward+format_reward"}
+PRIME_RL = {
+    "question": "task.data.prompt",
+    "answer": "task.data.answer",
+    "response": "traces.0.nodes.-1.message.content",
+    "reward": "traces.0.rewards.correct.score",
+    "step": "run.work.step",
+}
 OF_TRL = [(0, "\\boxed{1}" + END, True, 1.5), (1, "\\boxed{2}" + END, True, GRADED)]
 FILES = {
     "verl": (
-        *("verl rollout dump", "7.jsonl", lambda: [verl(0, "\\boxed{1}", 0.5), verl(0, "\\boxed{2}", None)]),
+        *(VERL, "7.jsonl", lambda: [verl(0, "\\boxed{1}", 0.5), verl(0, "\\boxed{2}", None)]),
         [(0, "\\boxed{1}" + END, True, 0.5), (0, "\\boxed{2}" + END, True, GRADED)],
     ),
-    "trl": ("TRL completions", "completions_00003.parquet", trl, OF_TRL),
-    "trl messages": ("TRL completions", "completions_00003.parquet", lambda: trl(list), OF_TRL),
+    "trl": (TRL, "completions_00003.parquet", trl, OF_TRL),
+    "trl messages": (TRL, "completions_00003.parquet", lambda: trl(list), OF_TRL),
     "oapl": (
-        *("OAPL data", "train.parquet", oapl),
+        *(OF_VERL | {"reward": "precomputed_reward"}, "train.parquet", oapl),
         [(2, "\\boxed{0}" + END, True, 0.0), (2, "\\boxed{1}" + END, True, 1.0)],
     ),
     "luffy": (
-        *("LUFFY data", "openr1.parquet", luffy),
+        *(OF_VERL | {"response": "target_lst"}, "openr1.parquet", luffy),
         [(1, "\\boxed{1}" + END, True, GRADED), (1, "2" + END, True, GRADED)],
     ),
     "open_r1": (
-        *("open-r1 generations", "r1.jsonl", open_r1),
+        {"question": "problem", "response": "generations", "finished": "is_reasoning_complete"},
+        *("r1.jsonl", open_r1),
         [(3, "\\boxed{1}" + END, True, GRADED), (3, "7 +", False, GRADED)],
+    ),
+    "prime_rl": (
+        *(PRIME_RL, "traces.jsonl", lambda: [prime_rl(2, "\\boxed{1}")]),
+        [(2, "\\boxed{1}" + END, True, 1.0)],
     ),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_run_begins_with_what_a_file_of_each_form_says(tmp_path, name):
-    title, file, rows, expected = FILES[name]
-    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set")
-    assert f"form: {title}" in str(told)
+def test_a_run_begins_with_what_the_files_of_a_project_say(tmp_path, name):
+    columns, file, rows, expected = FILES[name]
+    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set", columns)
     assert f"answers: {len(expected)}" in str(told)
     trainer = arithmetic(tmp_path, tmp_path / "set")
     assert said(trainer) == expected
@@ -168,80 +148,94 @@ def test_a_run_begins_with_what_a_file_of_each_form_says(tmp_path, name):
     assert sum(len(batch) for batch, _ in trainer.policy.scored) == len(expected)
 
 
-def test_token_ids_and_log_probs_of_prime_rl_come_as_they_are(tmp_path):
-    turns = ("7 + 8 = ?", "7 + 8 = 15", "\\boxed{15}")
-    cut = prime_rl(2, "7 +", log_prob=-0.0001)
-    cut["traces"][0]["calls"][0]["finish_reason"] = "length"
-    cut["traces"][0]["nodes"][1]["advantages"] = [0.25] * 4
-    others = prime_rl(3, "x", ok=False), prime_rl(3, "x", agent={"name": "judge", "trainable": False})
-    path = write_lines(tmp_path / "traces.jsonl", prime_rl(0, "\\boxed{1}"), prime_rl(1, *turns), cut, *others)
-    told = import_answers(str(path), tmp_path / "set", tokenizer=MODEL)
-    assert told.counts == {ANSWERS: 3, EMPTY: 2, UNSCORED: 0, UNGRADED: 0}
+def test_token_ids_and_log_probs_come_as_they_are_and_their_text_by_a_tokenizer(tmp_path):
+    response = ids("7 + 8 = 15")
+    row = {"question": questions()[0].text, "response_ids": response.tolist(), "reward": 1, "weights_of": MODEL}
+    row |= {"log_prob": [-0.25] * len(response), "prompt_ids": list(questions()[0].prompt)}
+    path = str(write_lines(tmp_path / "ids.jsonl", row))
+    with pytest.raises(DataError, match="line 1: has response_ids and no response: --tokenizer must name the model"):
+        import_answers(path, tmp_path / "set")
+    told = import_answers(path, tmp_path / "set", {"model": "weights_of"}, tokenizer=MODEL)
+    assert told.counts == {ANSWERS: 1, UNSCORED: 0, UNGRADED: 0, EMPTY: 0}
+    (found,) = rows_of(tmp_path / "set")
+    assert (found.response, found.model) == ("7 + 8 = 15", MODEL)
     trainer = arithmetic(tmp_path, tmp_path / "set")
+    (one,) = stored(trainer)
+    np.testing.assert_array_equal(one.response, response)
+    np.testing.assert_array_equal(one.log_prob, np.full(len(response), -0.25, np.float32))
+    assert (one.behaviour, one.reward) == ("engine", 1.0)
     assert not trainer.policy.scored
-    first, several, _ = stored(trainer)
-    assert [one.question for one in stored(trainer)] == [0, 1, 2]
-    np.testing.assert_array_equal(first.response, ids("\\boxed{1}"))
-    np.testing.assert_array_equal(first.log_prob, np.full(len(first.response), -0.25, np.float32))
-    parts = [ids(turns[0]), ids(turns[1], eos=False), ids(turns[2])]
-    own = np.repeat([True, False, True], [len(part) for part in parts])
-    np.testing.assert_array_equal(several.response, np.concatenate(parts))
-    np.testing.assert_array_equal(several.written, own)
-    np.testing.assert_array_equal(several.log_prob, np.where(own, np.float32(-0.25), np.float32(0)))
-    assert [one.behaviour for one in stored(trainer)] == ["engine"] * 3
-    assert [one.finished for one in stored(trainer)] == [True, True, False]
-    assert [one.reward for one in stored(trainer)] == pytest.approx([1.1] * 3)
-    rows = rows_of(tmp_path / "set")
-    assert [(row.step, row.advantage) for row in rows] == [(4, None), (4, None), (4, 0.25)]
 
 
-def test_token_ids_are_read_by_the_tokenizer_of_their_model_alone(tmp_path):
-    episode = prime_rl(0, "\\boxed{1}")
-    path = write_lines(tmp_path / "traces.jsonl", episode)
-    with pytest.raises(ConfigError, match="prime-rl traces holds token ids: --tokenizer must name the model"):
-        import_answers(str(path), tmp_path / "set", "prime_rl")
-    episode["traces"][0]["nodes"][1]["message"]["content"] = "something else"
-    path = write_lines(tmp_path / "traces.jsonl", episode)
-    with pytest.raises(DataError, match=r"line 1: its token_ids say .* in this tokenizer, and its message 'something"):
-        import_answers(str(path), tmp_path / "set", "prime_rl", tokenizer=MODEL)
-    dump = write_lines(tmp_path / "7.jsonl", verl(0, "1", 1.0))
-    with pytest.raises(ConfigError, match="verl rollout dump holds no token ids"):
-        import_answers(str(dump), tmp_path / "set", "verl", tokenizer=MODEL)
+def test_several_answers_of_a_row_have_values_of_their_own(tmp_path):
+    row = {"problem": "1 + 1", "answer": [2], "response": ["2", "3"], "reward": [1.0, nan], "step": 5}
+    first, second = answers_of(row, {})
+    assert (first["question"], first["answer"], first["response"]) == ("1 + 1", "2", "2")
+    assert (first["reward"], second["reward"]) == (1.0, None)
+    assert second["response"] == "3"
+    assert first["step"] == second["step"] == 5
+    assert list(answers_of({**row, "response": []}, {})) == []
+    with pytest.raises(DataError, match="1 reward for 2 answers"):
+        list(answers_of({**row, "reward": [1.0]}, {}))
+    with pytest.raises(DataError, match="an answer has 2 messages"):
+        list(answers_of({"question": "1", "response": user("1") * 2}, {}))
 
 
-def test_a_question_is_what_stands_in_its_place_in_the_prompt(tmp_path):
-    asked = "system\nBe short.\nuser\n{}\nassistant\n"
-    row = verl(0, "\\boxed{1}", 1.0, input=asked.format(questions()[0].text))
-    path = str(write_lines(tmp_path / "7.jsonl", row))
-    import_answers(path, tmp_path / "set", "verl", prompt_format=asked.format("{question}"))
-    assert rows_of(tmp_path / "set")[0].question == questions()[0].text
-    with pytest.raises(DataError, match="line 1: its question does not have the form of --prompt_format: 'system"):
-        import_answers(path, tmp_path / "other", "verl", prompt_format="verl_math")
+def test_the_question_of_messages_is_what_the_user_says():
+    messages = [{"role": "system", "content": "Be short."}, *user([{"type": "text", "text": "1 + 1"}])]
+    (one,) = answers_of({"prompt": messages, "response": "2"}, {"question": "prompt"})
+    assert one["question"] == "1 + 1"
+    turns = [*messages, {"role": "assistant", "content": "2"}, *user("and 2?")]
+    (one,) = answers_of({"prompt": turns, "response": "3"}, {"question": "prompt"})
+    assert one["question"] == "user: 1 + 1\n\nassistant: 2\n\nuser: and 2?"
 
 
-@given(st.text(), st.sampled_from(["{question}", "a{{b {question} c}}", *(one.text for one in PROMPTS.values())]))
-def test_the_question_in_a_prompt_is_the_inverse_of_its_format(question, text):
-    assert PromptFormat(1, prompt_format=text).question_in(text.format(question=question)) == question
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("a", 1),
+        ("b.c", 2),
+        ("d.0.e", 3),
+        ("d.-1.e", 4),
+        ("a+b.c", 3),
+        ("n+a", 1),
+        ("n+n", None),
+        ("x.y", 5),
+        ("", None),
+    ],
+)
+def test_a_column_is_a_name_a_path_or_a_sum(path, value):
+    row = {"a": 1, "b": {"c": 2}, "d": [{"e": 3}, {"e": 4}], "n": nan, "x.y": 5, "": 6}
+    assert cell(row, path) == value
 
 
-def test_rewards_are_those_that_are_named(tmp_path):
+@pytest.mark.parametrize("path", ["z", "b.z", "d.2.e", "d.e", "a.0", "b.c.0", "a+z"])
+def test_a_column_that_is_not_there_is_named(path):
+    with pytest.raises(DataError, match=r"has no '.*', which --columns names; its columns are 'a, b, d'"):
+        cell({"a": 1, "b": {"c": 2}, "d": [{"e": 3}]}, path)
+
+
+def test_rewards_are_those_that_are_named(tmp_path, capsys):
     path = str(written(tmp_path / "completions.parquet", trl()))
-    assert "reward: accuracy_reward + format_reward" in str(import_answers(path, tmp_path / "all", "trl"))
-    import_answers(path, tmp_path / "one", "trl", rewards=["accuracy_reward"])
-    assert [row.reward for row in rows_of(tmp_path / "one")] == [1.0, None]
-    assert main(["import", path, str(tmp_path / "none"), "--rewards"]) == 0
-    assert [row.reward for row in rows_of(tmp_path / "none")] == [None, None]
-    with pytest.raises(DataError, match=r"row 1: has no reward 'other'; there is accuracy_reward, format_reward"):
-        import_answers(path, tmp_path / "other", "trl", rewards=["other"])
+    for name, reward, expected in (("one", "accuracy_reward", [1.0, None]), ("none", "", [None, None])):
+        columns = ["question", "prompt", "response", "completion", "reward", reward]
+        assert main(["import", path, str(tmp_path / name), "--columns", *columns]) == 0
+        assert [row.reward for row in rows_of(tmp_path / name)] == expected
+    assert "reward is left out" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--columns: there is no 'respnse' to name; there are question, "):
+        import_answers(path, tmp_path / "other", {"respnse": "completion"})
+    with pytest.raises(DataError, match=r"row 1: note\+advantage cannot be added"):
+        import_answers(path, tmp_path / "other", TRL | {"reward": "note+advantage"})
 
 
 WRONG = [
     ('{"input"', "not valid JSON"),
     ("[1]", "expected an object, got list"),
-    (verl(0, 3, 1.0), "output: Input should be a valid string (got 3)"),
-    (verl(0, "1", nan), "score: Input should be a finite number (got nan)"),
-    ({"input": "1", "score": 1.0}, "output is missing"),
+    (verl(0, 3, 1.0), "response: Input should be a valid string (got 3)"),
+    (verl(0, "1", "good"), "reward: Input should be a valid number (got 'good')"),
+    ({"input": "1", "gts": "1", "score": 1.0}, "has no 'output', which --columns names; its columns are 'input, gts"),
     (verl(0, "1", 1.0, step=-1), "step: Input should be greater than or equal to 0 (got -1)"),
+    (verl(0, "1", 1.0, step=2**40), "cannot be written: "),
 ]
 
 
@@ -250,56 +244,20 @@ def test_a_row_that_cannot_be_right_is_named_and_the_rest_is_kept_on_request(tmp
     for number, (row, message) in enumerate(WRONG):
         path = write_lines(tmp_path / f"{number}.jsonl", good, "", row)
         with pytest.raises(DataError) as error:
-            import_answers(str(path), tmp_path / "set", "verl")
+            import_answers(str(path), tmp_path / "set", VERL)
         assert str(error.value).startswith(f"{path} line 3: ")
         assert message in str(error.value)
         assert "--skip_bad" in str(error.value)
         assert not (tmp_path / "set").exists()
     write_lines(tmp_path / "all.jsonl", *(row for row, _ in WRONG), good)
-    told = import_answers(f"{tmp_path}/*.jsonl", tmp_path / "set", "verl", skip_bad=True)
-    assert (told.counts[ANSWERS], told.counts[BAD], len(told.problems)) == (7, 12, 5)
+    told = import_answers(f"{tmp_path}/*.jsonl", tmp_path / "set", VERL, skip_bad=True)
+    assert (told.counts[ANSWERS], told.counts[BAD], len(told.problems)) == (8, 14, 5)
     assert f"left out: {tmp_path}/0.jsonl line 3: not valid JSON" in str(told)
-    assert len(rows_of(tmp_path / "set")) == 7
-
-
-BAD_TRACES = [
-    (lambda trace: trace["nodes"][1].update(logprobs=[-1.0]), "1 logprobs for 4 sampled token_ids"),
-    (lambda trace: trace["nodes"][1].update(mask=[True]), "1 mask for 5 token_ids"),
-    (lambda trace: trace["nodes"][1].update(parent=None), "a trace has several branches"),
-    (lambda trace: trace["nodes"][1]["token_ids"].append(-1), "greater than or equal to 0 (got -1)"),
-    (lambda trace: trace["nodes"][1].update(logprobs=[1.0] * 4), "log_prob: it must be finite numbers up to 0"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_TRACES)
-def test_a_trace_that_cannot_be_right_is_named(tmp_path, change, message):
-    episode = prime_rl(0, "\\boxed{1}")
-    change(episode["traces"][0])
-    path = write_lines(tmp_path / "traces.jsonl", episode)
-    with pytest.raises(DataError) as error:
-        import_answers(str(path), tmp_path / "set", "prime_rl", tokenizer=MODEL)
-    assert str(error.value).startswith(f"{path} line 1: ")
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "1 + 1", "response": "2"}, "line 1: a run reads this as it is: name the file in --experience"),
-        ({"text": "1 + 1"}, "its columns 'text' are those of no form that is known: --form names one of verl, trl"),
-        ({**verl(0, "1", 1.0), "generations": []}, "are those of verl and of open_r1: --form names one of"),
-        ("", "no row is an object"),
-    ],
-)
-def test_files_of_no_form_and_of_several_are_told(tmp_path, row, message):
-    path = write_lines(tmp_path / "some.jsonl", row)
-    with pytest.raises(DataError, match=message):
-        import_answers(str(path), tmp_path / "set")
-    assert not (tmp_path / "set").exists()
+    assert len(rows_of(tmp_path / "set")) == 8
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
-    path = write_lines(tmp_path / "traces.jsonl", prime_rl(0, "1"))
+    path = write_lines(tmp_path / "some.jsonl", {"question": "1", "response": "1"})
     assert main(["import", str(path), str(tmp_path / "set"), f"--tokenizer={tmp_path}/none"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: --tokenizer {tmp_path}/none: ")
@@ -308,34 +266,42 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
 
 
 def test_files_without_answers_leave_no_folder(tmp_path):
-    (names, _) = get_args(ImportOptions.model_fields["form"].annotation)
-    assert get_args(names) == tuple(FORMS)
-    both = {**verl(0, "1", 1.0), "problem": "1 + 1", "generations": []}
-    path = str(write_lines(tmp_path / "some.json", both))
-    assert import_answers(path, tmp_path / "set", "verl").counts[ANSWERS] == 1
-    with pytest.raises(
-        DataError, match="no answer in these files: .*some.json:; form: open-r1 generations; .*without an answer: 1"
-    ):
-        import_answers(path, tmp_path / "other", "open_r1")
-    (tmp_path / "list.json").write_text(json.dumps([both], indent=1))
-    assert import_answers(str(tmp_path / "list.json"), tmp_path / "again", "verl").counts[ANSWERS] == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"some.json", "list.json", "set", "again"}
+    row = {"problem": "1 + 1", "response": []}
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([row, row], indent=1))
+    with pytest.raises(DataError, match=r"no answer in these files: .*list.json:; columns: as they are; .*answer: 2"):
+        import_answers(str(path), tmp_path / "set")
+    with pytest.raises(DataError, match="there is no such file"):
+        import_answers("nobody/nothing", tmp_path / "set")
+    assert {path.name for path in tmp_path.iterdir()} == {"list.json"}
 
 
 TEXTS = st.text(st.characters(codec="utf-8"))
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just(10**400),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.just(10**400) | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-SOUND = {
-    "verl": verl(0, "1", 1.0),
-    "trl": {"step": 1, "prompt": user("1"), "completion": user("1"), "reward": 1.0, "advantage": 0.5},
-    "prime_rl": prime_rl(0, "1", "2", "3"),
-    "oapl": of_verl(0, response="1", precomputed_reward=1.0),
-    "luffy": of_verl(0, target=user("1"), target_lst=["2"]),
-    "open_r1": {"problem": "1", "answer": "2", "generations": ["1"], "finish_reasons": ["stop"]},
-}
+SOUND = [
+    (VERL, verl(0, "1", 1.0)),
+    (
+        TRL | {"reward": "a+b"},
+        {"step": 1, "prompt": user("1"), "completion": user("1"), "a": 1.0, "b": 2, "advantage": 0.5},
+    ),
+    (OF_VERL | {"response": "target_lst"}, of_verl(0, target_lst=["2"])),
+    ({"finished": "done"}, {"problem": "1", "answer": "2", "response": ["1"], "done": [True], "source": "s"}),
+    (
+        {},
+        {
+            "question": "1",
+            "response": "2",
+            "response_ids": [1],
+            "log_prob": [-1.0],
+            "kept": [[1, 2]],
+            "written": [True],
+        },
+    ),
+]
 
 
 def changed(draw, value):
@@ -350,22 +316,22 @@ def changed(draw, value):
 
 
 @settings(max_examples=100, deadline=None)
-@given(form=st.sampled_from(sorted(FORMS)), data=st.data())
-def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, form, data):
+@given(sound=st.sampled_from(SOUND), data=st.data())
+def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, sound, data):
+    columns, row = sound
     folder = tmp_path_factory.mktemp("any")
-    path = write_lines(folder / "any.jsonl", changed(data.draw, SOUND[form]), SOUND[form])
-    tokenizer = MODEL if FORMS[form].tokens else None
-    told = import_answers(str(path), folder / "set", form, skip_bad=True, tokenizer=tokenizer)
+    path = write_lines(folder / "any.jsonl", changed(data.draw, row), row)
+    told = import_answers(str(path), folder / "set", columns, skip_bad=True)
     assert told.counts[ANSWERS] == len(rows_of(folder / "set")) >= 1
 
 
 def test_long_files_are_written_some_rows_at_a_time_and_the_card_tells_of_them(tmp_path):
     rows = [verl(i % 6, f"\\boxed{{{i}}}", i / 3000) for i in range(3000)]
-    told = import_answers(str(write_lines(tmp_path / "1.jsonl", *rows)), tmp_path / "set", "verl")
+    told = import_answers(str(write_lines(tmp_path / "1.jsonl", *rows)), tmp_path / "set", VERL)
     assert "answers: 3,000" in str(told)
     (file,) = (tmp_path / "set" / "data").iterdir()
     assert pq.ParquetFile(file).metadata.num_row_groups == 6
     assert [row.reward for row in rows_of(tmp_path / "set")] == [row["score"] for row in rows]
     text = (tmp_path / "set" / "README.md").read_text()
-    assert "from files of another project (verl rollout dump)" in text
+    assert "from files of another project" in text
     assert "- answers: 3,000" in text

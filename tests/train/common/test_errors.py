@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from exgrpo.tools import report, serve
-from exgrpo.tools.estimate import program as estimate
 from exgrpo.tools.evaluate import evaluation
 from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
@@ -52,14 +51,13 @@ def programs(monkeypatch):
             evaluation,
             "load_pretrained",
         ),
-        "estimate": (lambda: estimate.main([]), estimate, "read_shape"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),
     }
 
 
-FASTEST = "estimate"
-OTHERS = ("run", "evaluate", "report", "serve")
+FASTEST = "report"
+OTHERS = ("run", "evaluate", "serve")
 
 
 @pytest.mark.parametrize(("name", "error"), [*((FASTEST, one) for one in DEFECTS), *((n, DEFECTS[0]) for n in OTHERS)])

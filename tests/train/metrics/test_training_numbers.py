@@ -19,10 +19,10 @@ from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.update import Tally
 from exgrpo.train.replay import PlannedGroup, Replay, Setting
-from tests.tools.estimate.shapes import SMALL
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
+from tests.train.shapes import SMALL
 from tests.train.trainers import K, half, make
 
 

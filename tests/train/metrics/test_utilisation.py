@@ -10,9 +10,9 @@ from exgrpo.train.common.records import SHARED, Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.utilisation import FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.policy.flops import Reading, together
-from tests.tools.estimate.shapes import SMALL
 from tests.train.batches import rows_of
 from tests.train.fakes import LoneWorld
+from tests.train.shapes import SMALL
 from tests.train.trainers import half, make
 
 PHASES = ("select", "generate", "score", "update")

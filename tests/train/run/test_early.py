@@ -77,7 +77,7 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
         import sys, json
         from contextlib import ExitStack
         from exgrpo.train import main as program
-        from exgrpo.tools.estimate import program as estimate
+        from exgrpo.tools import doctor, launch
         from exgrpo.tools.evaluate import program as evaluate
         from exgrpo.tools.evaluate.options import parse_options
         if __name__ == "__main__":
@@ -86,13 +86,11 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
                 program.look(config, resources)
             names = ["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=2"]
             evaluate.look(parse_options(names))
-            estimate.main(["--gpu=none"])
             heavy = [name for name in json.loads('{names}') if name in sys.modules]
             sys.exit(f"imported: {{heavy}}" if heavy else 0)
     """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == 1  # there is no such GPU
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config
 
-from exgrpo.tools.estimate.parts import MODELS
-from exgrpo.tools.estimate.program import read_shape
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.limits import RESERVED_GIB
@@ -20,23 +18,12 @@ from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout.vllm.engine import GIB
 from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
 from exgrpo.train.run.plan import ENOUGH_SEQUENCES, ENOUGH_TOKENS, make_plan, plan_run
-from tests.tools.estimate.shapes import SMALL
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
+from tests.train.shapes import PUBLISHED, SMALL
 
 OPEN = dict.fromkeys(PLANNED)
 LENGTHS = {"data.max_prompt_tokens": 1024, "rollout.max_tokens": 2048, "questions": 128, "policy.dtype": "bf16"}
-THREE = MODELS["Qwen/Qwen2.5-Math-1.5B"] | {
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-}
-SHAPES = {
-    "1.5B": lambda: read_shape("Qwen/Qwen2.5-Math-1.5B"),
-    "3B": lambda: read_shape("Qwen/Qwen2.5-Math-1.5B", overrides=THREE),
-    "7B": lambda: read_shape("Qwen/Qwen2.5-Math-7B"),
-}
 
 
 def asked(**values):
@@ -66,7 +53,7 @@ def planned(config, shape, gpus, gib):
 @pytest.mark.parametrize("level", [0, 2])
 def test_what_is_planned_for_known_models(model, gpus, gib, kept, tokens, rows, level):
     """128 answers are all that one of eight GPUs generates."""
-    plan = planned(asked(**{"rollout.sleep_level": level}), SHAPES[model](), gpus, gib - RESERVED_GIB)
+    plan = planned(asked(**{"rollout.sleep_level": level}), PUBLISHED[model](), gpus, gib - RESERVED_GIB)
     assert plan.fits or level == 0
     if level:
         assert plan.config.policy.checkpointing is not kept
@@ -75,12 +62,12 @@ def test_what_is_planned_for_known_models(model, gpus, gib, kept, tokens, rows, 
 
 
 def test_what_does_not_fit_is_one_line_and_what_was_set_is_tried():
-    plan = planned(asked(), SHAPES["7B"](), 1, 76)
+    plan = planned(asked(), PUBLISHED["7B"](), 1, 76)
     with pytest.raises(ConfigError, match=r"does not fit into 76.0 GiB of a GPU: .* most of it for AdamW") as raised:
         plan.check()
     assert "\n" not in str(raised.value)
     values = {"policy.gradient_checkpointing": False, "optimizer.micro_batch_tokens": 32768}
-    plan = planned(asked(**values), SHAPES["1.5B"](), 1, 76)
+    plan = planned(asked(**values), PUBLISHED["1.5B"](), 1, 76)
     plan.check()
     assert str(plan).endswith("this does not fit, and may run out of memory")
     assert plan.rows >= ENOUGH_SEQUENCES  # while the trainer's memory is not there

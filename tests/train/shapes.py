@@ -1,11 +1,10 @@
-"""Model shapes, hardware and small recipes for the tests of the estimate."""
+"""Shapes of small and of published models, and small recipes, for tests of memory and FLOPs."""
 
 import dataclasses
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from exgrpo.tools.estimate.parts import Assumptions, Hardware
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.shape import ModelShape, shape_of
 from tests.train.configs import configured
@@ -14,21 +13,6 @@ ROWS, LENGTH = 2, 40
 TOKENS = ROWS * LENGTH
 VOCABULARY = 97
 
-ASSUMED = Assumptions(
-    prompt_tokens=16,
-    response_tokens=20,
-    success_rate=0.5,
-    candidates=4,
-    mfu=0.4,
-    bandwidth_use=0.5,
-    layer_launch=1e-4,
-    engine_step=0.0,
-    host_bandwidth=1e10,
-)
-
-
-HARDWARE = Hardware(gpus=2, memory=1e9, flops=1e12, bandwidth=1e12)
-HARDWARE_OF_ONE = dataclasses.replace(HARDWARE, gpus=1)
 SMALL = ModelShape(
     parameters=(97 * 64, *[64 * 64, 64 * 32, 64 * 32, 64 * 64, *[64 * 160] * 3, 64, 64] * 3, 64, 97 * 64),
     linear=3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 160 * 3),
@@ -68,3 +52,19 @@ def recipe(**sections) -> Config:
 
 def sizes(items) -> dict[str, dict[str, float]]:
     return {item.name: dataclasses.asdict(item) for item in items}
+
+
+def published(family, width, mlp, layers, heads, vocabulary, **changes) -> ModelShape:
+    """The shape of a published model by what its config.json says; `heads` of queries, and of keys and values."""
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "tie_word_embeddings": False}
+    return shape_of(AutoConfig.for_model(family, **sizes | changes))
+
+
+PUBLISHED = {
+    "1.5B": lambda: published("qwen2", 1536, 8960, 28, (12, 2), 151936, tie_word_embeddings=True),
+    "3B": lambda: published("qwen2", 2048, 11008, 36, (16, 2), 151936, tie_word_embeddings=True),
+    "7B": lambda: published("qwen2", 3584, 18944, 28, (28, 4), 152064),
+    "8B": lambda: published("llama", 4096, 14336, 32, (32, 8), 128256),
+}
+"""Qwen2.5, and Llama 3.1."""

@@ -1,19 +1,19 @@
-"""What training really keeps, under ZeRO-3 and in one process, against the estimate."""
+"""What training really keeps, under ZeRO-3 and in one process, against the arithmetic."""
 
 import json
 from importlib.util import find_spec
 
 import pytest
 
-from exgrpo.tools.estimate.program import read_shape
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
+from exgrpo.train.policy.shape import shape_of
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.run.memory import gpu_memory
-from tests.tools.estimate.shapes import HARDWARE, HARDWARE_OF_ONE, sizes
 from tests.train import tiny
 from tests.train.launch import completed
+from tests.train.shapes import sizes
 
 WORKER = """
 import json, sys
@@ -67,11 +67,11 @@ def test_states_are_those_that_zero_3_keeps(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     completed(tmp_path / "worker.py", str(tmp_path), str(tmp_path / "held.json"), json.dumps(cases), ranks=2)
     held = json.loads((tmp_path / "held.json").read_text())
-    shape = read_shape(str(tmp_path))
+    shape = shape_of(find_model(str(tmp_path)).config)
     assert held.keys() == cases.keys()
     for case, real in held.items():
         config = tiny.config(tmp_path, ObjectiveConfig(), **cases[case])
-        counted = sizes(gpu_memory(config, shape, HARDWARE.gpus))
+        counted = sizes(gpu_memory(config, shape, 2))
         assert {name: counted[name]["step"] for name in real} == real
 
 
@@ -102,8 +102,8 @@ def test_states_are_those_that_one_process_keeps(name, tmp_path, monkeypatch):
     moments = [v for state in policy.engine.optimizer.state.values() for v in state.values() if v.dim()]
     held = {"weights": parameters, "fp32 master weights": own, "AdamW moments": moments, "gradients, fp32": gradients}
     real = {kind: sum(t.numel() * t.itemsize for t in tensors) for kind, tensors in held.items()}
-    shape = read_shape(str(tmp_path))
-    counted = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
+    shape = shape_of(find_model(str(tmp_path)).config)
+    counted = sizes(gpu_memory(config, shape, 1))
     assert {kind: counted[kind]["step"] for kind in real} == real
     if name != "adapters":
         assert sum(real.values()) == {"fp32": 16, "bf16": 18, "fp16": 18}[name] * shape.total

@@ -16,19 +16,7 @@ from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
 from exgrpo.kernels.timing import ENTROPY_COEF, LanguageModelInputs, make_inputs
-
-FLOOR, OURS = "floor", "exgrpo"
-"""The name of the bare products, and how the names of our rows begin."""
-
-CLIP = 0.2
-OLD_NOISE = 0.05
-"""Spread of log pi - log pi_old, in nats. Small enough that almost no token is clipped: a clipped token leaves the
-gradient products, and an implementation that skips it would do less than the floor."""
-
-ERROR_TOKENS = 256
-"""Errors are taken on so many of a case's tokens: full logits in float64 must fit."""
-WRONG = 8.0
-"""An error so many times that of plain torch in the same dtype is not rounding."""
+from exgrpo.tools.bench import CLIP, ERROR_TOKENS, FLOOR, OLD_NOISE, OURS, WRONG, products
 
 FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
 POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"
@@ -261,29 +249,6 @@ class Floor(Implementation):
         return products(
             problem.hidden.detach()[: case.active_tokens], problem.weight.detach(), forward=case.operation == FORWARD
         )
-
-
-def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Callable[[], Any]:
-    """The bare products of a head: logits, and, but for a forward alone, the gradients of hidden and weight.
-
-    Args:
-        hidden: [T, D].
-        weight: [V, D].
-        forward: whether the product of the logits is all.
-    """
-    logits = hidden.new_empty(len(hidden), len(weight))
-    # Not any values: some CPUs multiply denormals 26 times slower, and GPUs multiply equal numbers faster.
-    grad = torch.empty_like(logits).uniform_(0.1, 1.0)
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def multiply() -> Outcome:
-        torch.mm(hidden, weight.T, out=logits)
-        if not forward:
-            torch.mm(grad, weight, out=d_hidden)
-            torch.mm(grad.T, hidden, out=d_weight)
-        return Outcome()
-
-    return multiply
 
 
 @dataclass(frozen=True)

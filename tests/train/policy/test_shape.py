@@ -1,29 +1,23 @@
 """What is counted against what is really there: parameters, FLOPs, saved tensors, caches."""
 
 import dataclasses
-import json
-from pathlib import Path
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
-from exgrpo.tools.estimate.parts import MODELS
-from exgrpo.tools.estimate.program import read_shape
+from exgrpo.train.common.errors import ModelError
 from exgrpo.train.policy.segments import Block, segments
-from tests.tools.estimate.shapes import LENGTH, ROWS, SMALL, TOKENS, VOCABULARY, llama, shape_like
+from exgrpo.train.policy.shape import shape_of
+from tests.train.shapes import LENGTH, PUBLISHED, ROWS, SMALL, TOKENS, VOCABULARY, llama, shape_like
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_built_model(tied, tmp_path, monkeypatch):
-    """A folder that has the name of a known model is used instead of that."""
-    monkeypatch.chdir(tmp_path)
+def test_parameters_are_those_of_the_built_model(tied):
     model = llama(tied=tied)
-    model.config.save_pretrained(Path("Qwen", "Qwen2.5-Math-7B"))
-    shape = read_shape("Qwen/Qwen2.5-Math-7B")
+    shape = shape_like(model)
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
     assert shape.tied == tied
     embedding = model.get_input_embeddings().weight.numel()
@@ -31,21 +25,19 @@ def test_parameters_are_those_of_the_built_model(tied, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("Qwen/Qwen2.5-Math-7B", 7_615_616_512),
-        ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
-        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
-        ("runs/models/SmolLM2-135M-Instruct", 134_515_008),
-    ],
+    ("name", "parameters"), [("1.5B", 1_543_714_304), ("7B", 7_615_616_512), ("8B", 8_030_261_248)]
 )
-def test_parameters_of_the_recipes_models_are_known_without_the_models(name, published, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert read_shape(name).total == published
-    sizes = MODELS[name]
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    assert read_shape(str(tmp_path)).total == published
-    assert read_shape(name, overrides={"num_hidden_layers": 1}).layers == 1
+def test_parameters_of_published_models_are_the_published_ones(name, parameters):
+    assert PUBLISHED[name]().total == parameters
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"model_type": "gpt2"}, "'gpt2' has no intermediate_size"), ({"model_type": "mixtral"}, "a mixture of experts")],
+)
+def test_a_configuration_that_cannot_be_counted_is_refused(values, named):
+    with pytest.raises(ModelError, match=named):
+        shape_of(AutoConfig.for_model(**values))
 
 
 def test_flops_are_those_counted_in_the_real_model():

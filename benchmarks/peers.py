@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.tools.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
 
 
 class Peer(Implementation):

@@ -1,8 +1,6 @@
-"""Memory, disk and time: whole allocations as they really happen, and what must hold for any recipe."""
+"""Memory of a rank: whole allocations as they really happen, and what must hold for any recipe."""
 
 import dataclasses
-import re
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,37 +10,21 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
-from exgrpo.tools.estimate import budget
-from exgrpo.tools.estimate.budget import phases
-from exgrpo.tools.estimate.parts import Hardware
-from exgrpo.tools.estimate.tables import advise
-from exgrpo.train.common.records import Rollout, Trajectory
+from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.policy import LoraConfig
-from exgrpo.train.config.recipe import changed
 from exgrpo.train.policy.layout import Padded
 from exgrpo.train.policy.loss import LossSettings, LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
-from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
+from exgrpo.train.run.memory import MOMENTS, NF4_BYTES, gpu_memory, peak, rollout_memory, slots
 from tests.kernels.test_memory import PeakMemory
-from tests.tools.estimate.shapes import (
-    ASSUMED,
-    HARDWARE,
-    HARDWARE_OF_ONE,
-    ROWS,
-    SMALL,
-    VOCABULARY,
-    llama,
-    recipe,
-    shape_like,
-    sizes,
-)
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
+from tests.train.shapes import ROWS, SMALL, VOCABULARY, llama, recipe, shape_like, sizes
 
 
 @pytest.fixture
@@ -90,7 +72,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
         optimizer={"micro_batch_tokens": batch.tokens.numel()},
     )
     shape = shape_like(model)
-    found = sizes(gpu_memory(config, shape, HARDWARE_OF_ONE.gpus))
+    found = sizes(gpu_memory(config, shape, 1))
     layers = found["saved activations"]["backward"] + found["backward of one layer"]["backward"]
     head = found["saved activations"]["loss"] + shape.head_bytes(DTYPES[dtype].itemsize, batch.tokens.numel(), "cpu")
     counted = max(layers, head)
@@ -131,7 +113,7 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
         data={"max_prompt_tokens": 20},
         rollout={"samples": 4, "max_tokens": 200, "batch_tokens": 8 * 220},
     )
-    found = sizes(gpu_memory(config, shape_like(model), HARDWARE_OF_ONE.gpus))
+    found = sizes(gpu_memory(config, shape_like(model), 1))
     weights = found.pop("rollout engine, weights")["rollout"]
     assert weights == 0  # those of the policy itself
     counted = sum(found[f"rollout engine, {name}"]["rollout"] for name in ("key/value cache", "prompts and sampling"))
@@ -150,121 +132,16 @@ def test_what_the_head_may_take_is_counted():
 def test_offloaded_states_leave_the_gpu():
     shape = shape_like(llama())
     on, off = (recipe(policy={"dtype": "bf16"}, distributed={"offload_optimizer": o}) for o in (False, True))
-    moved = peak(gpu_memory(on, shape, HARDWARE.gpus), "step") - peak(gpu_memory(off, shape, HARDWARE.gpus), "step")
-    copies = sizes(gpu_memory(on, shape, HARDWARE.gpus))["AdamW's own copies"]["step"]
-    shard = shape.sharded(HARDWARE.gpus)
+    moved = peak(gpu_memory(on, shape, 2), "step") - peak(gpu_memory(off, shape, 2), "step")
+    copies = sizes(gpu_memory(on, shape, 2))["AdamW's own copies"]["step"]
+    shard = shape.sharded(2)
     assert moved == 16 * shard + copies
-    in_cpu = [sum(a.bytes for a in budget.cpu_memory(c, shape, HARDWARE.gpus, ASSUMED)) for c in (on, off)]
-    assert in_cpu[1] - in_cpu[0] == 20 * shard * HARDWARE.gpus
-
-
-def test_what_takes_disk_is_weights_and_moments_in_fp32_or_those_of_adapters():
-    shape = shape_like(llama())
-
-    def bytes_of(name, **sections):
-        return {amount.name: amount.bytes for amount in budget.disk(recipe(**sections), shape, ASSUMED)}[name]
-
-    assert bytes_of("checkpoints, 3 kept and one being written", checkpoint={"keep": 3}) == 4 * 12 * shape.total
-    assert budget.disk(recipe(checkpoint={"every": None}), shape, ASSUMED)[0].bytes == 0
-    one = budget.disk(recipe(), shape, ASSUMED)[-1].bytes
-    config = recipe(steps=95, checkpoint={"best": "test/pass_rate"}, output={"export_every": 10})
-    assert budget.disk(config, shape, ASSUMED)[-1].bytes == one * (1 + 2 + 9), "of the best model and exported ones"
-    options = {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
-    elements = 4 * (3 * (64 + 64) + 3 * (160 + 64) + 64 + VOCABULARY)
-    assert bytes_of("checkpoints, 2 kept and one being written", lora=options) == 3 * 12 * elements
-    assert bytes_of("trained model", lora=options) == 4 * elements
-    merged = budget.disk(recipe(lora={**options, "result": "merged"}), shape, ASSUMED)
-    assert merged[-1].bytes == 4 * shape.total
-
-
-@pytest.mark.parametrize("tokens", [20, 2000])
-def test_stored_trajectories_take_what_the_estimate_says(tokens):
-    """Measured by Python's own count of its allocations; the overhead is what is estimated."""
-    count = 200
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        stored = [
-            Trajectory(i + 1000, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), True, 1.0, i + 1000)
-            for i in range(count)
-        ]
-        real = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    config = recipe(steps=count, questions=1, rollout={"samples": 2}, optimizer={"minibatches": 1})
-    assumed = dataclasses.replace(ASSUMED, response_tokens=tokens, success_rate=0.5)
-    assert len(stored) == count
-    assert real <= budget.buffer_bytes(config, assumed) <= real + 500 * count
-
-
-def test_seconds_are_flops_over_speed():
-    config = recipe(questions=4, rollout={"samples": 4}, policy={"gradient_checkpointing": True})
-    shape = shape_like(llama())
-    found = {phase.name: phase for phase in phases(config, shape, HARDWARE, ASSUMED)}
-    assert list(found) == ["select", "rollout", "score", "update", "push"]
-    forward = shape.decoder_flops(36) + shape.head_flops(20)
-    # Half of four questions are replayed: 14 fresh answers, two of 16 rows come from the buffer. The first of the two
-    # optimiser steps scores its half itself.
-    assert found["score"].flops == 7 * forward
-    assert found["select"].flops == 2 * 4 * forward
-    assert found["update"].flops == 16 * (4 * shape.decoder_flops(36) + 3 * shape.head_flops(20))
-    assert found["update"].seconds == pytest.approx(found["update"].flops / (2 * 1e12 * 0.4))
-    plain = {
-        phase.name: phase for phase in phases(recipe(questions=4, rollout={"samples": 4}), shape, HARDWARE, ASSUMED)
-    }
-    assert found["update"].flops - plain["update"].flops == 16 * shape.decoder_flops(36)
-    adapted = config.model_copy(update={"lora": LoraConfig(rank=8)})
-    (update,) = (phase for phase in phases(adapted, shape, HARDWARE, ASSUMED) if phase.name == "update")
-    assert update.flops == 16 * (3 * shape.decoder_flops(36) + 2 * shape.head_flops(20))
-
-
-@pytest.mark.parametrize(
-    ("sections", "scored"),
-    [
-        ({"optimizer": {"minibatches": 1}}, 0),
-        ({"optimizer": {"minibatches": 4, "passes": 2}}, 12),
-        ({"optimizer": {"minibatches": 4}, "objective": {"kl_coef": 0.1}}, 12 + 16),
-        ({"optimizer": {"minibatches": 4}, "objective": {"anchor": "start", "surrogate": "oapl"}}, 12 + 16),
-        ({"optimizer": {"minibatches": 1}, "rollout": {"samples": 4, "behaviour": "engine"}}, 16),
-        ({"optimizer": {"minibatches": 1}, "objective": {"train_on": "hard"}}, 16),
-        ({"optimizer": {"minibatches": 1}, "experience": {"compose": "in_place", "ratio": 0.5}}, 16),
-    ],
-)
-def test_the_first_optimiser_step_scores_its_own_answers(sections, scored):
-    shape = shape_like(llama())
-    values = {"questions": 4, "rollout": {"samples": 4}, "experience": {"ratio": 0}, **sections}
-    found = {phase.name: phase for phase in phases(recipe(**values), shape, HARDWARE, ASSUMED)}
-    assert found["score"].flops == scored * (shape.decoder_flops(36) + shape.head_flops(20))
-
-
-@pytest.mark.parametrize("compose", ["mixed", "traced", "appended", "buffer", "returning"])
-def test_answers_are_generated_however_much_is_replayed(compose):
-    """Of three questions with four answers each, all of which are replayed."""
-    config = recipe(questions=3, rollout={"samples": 4}, experience={"compose": compose, "ratio": 1, "replayed": 5})
-    found = budget.work(config, ASSUMED)
-    assert found.fresh == {"mixed": 3, "traced": 3, "appended": 12}.get(compose, 4)
-    assert found.rows == {"appended": 12 + 15}.get(compose, 12)
-
-
-def test_nothing_is_scored_to_choose_at_random():
-    shape = shape_like(llama())
-    config = recipe(experience={"trajectory": "random"})
-    assert phases(config, shape, HARDWARE, ASSUMED)[0].flops == 0
-    # The only optimiser step is the policy before the update itself; with more of them its log-probs take a pass.
-    for minibatches, passes in ((1, False), (2, True)):
-        config = recipe(
-            questions=2,
-            experience={"trajectory": "random"},
-            objective={"weigh": "uncorrected"},
-            optimizer={"minibatches": minibatches},
-        )
-        assert bool(phases(config, shape, HARDWARE, ASSUMED)[0].flops) == passes
 
 
 def test_the_reference_of_a_run_with_adapters_is_those_of_its_start():
     for kl_coef, expected in ((0.1, 4), (0.0, 0)):
         config = recipe(policy={"dtype": "bf16"}, lora={"rank": 4}, objective={"kl_coef": kl_coef})
-        found = sizes(gpu_memory(config, SMALL, HARDWARE_OF_ONE.gpus))
+        found = sizes(gpu_memory(config, SMALL, 1))
         assert found["reference"]["loss"] == expected * SMALL.adapters(LoraConfig(rank=4))
 
 
@@ -292,20 +169,15 @@ def peaks(config, gpus=2) -> list[float]:
     return [peak(memory, moment) for moment in MOMENTS]
 
 
-def seconds(config, gpus=2) -> float:
-    return sum(phase.seconds for phase in phases(config, SMALL, Hardware(gpus, 1e9, 1e12, 1e12), ASSUMED))
-
-
 def never_more(less, more) -> bool:
     return all(a <= b for a, b in zip(less, more, strict=True))
 
 
 @given(RECIPE, st.integers(1, 64), st.integers(1, 64))
-def test_more_gpus_never_take_more_memory_each_nor_more_time(sections, gpus, more):
+def test_more_gpus_never_take_more_memory_each(sections, gpus, more):
     config = recipe(**sections)
     if gpus > 1:  # what one process does without, as DeepSpeed's buckets, may be more than a model
         assert never_more(peaks(config, gpus + more), peaks(config, gpus))
-        assert seconds(config, gpus + more) <= seconds(config, gpus) * (1 + 1e-9)
 
 
 @given(RECIPE, st.integers(1, 4000))
@@ -319,16 +191,46 @@ def test_smaller_batches_checkpointing_and_offloading_never_take_more_memory(sec
         assert never_more(peaks(on), peaks(off))
 
 
-@given(RECIPE, st.floats(1e5, 1e10))
-def test_advice_is_true(sections, memory):
-    """The change that is named makes the recipe fit, or it is said that none does."""
-    config, hardware = recipe(**sections), Hardware(2, memory, 1e12, 1e12)
-    if max(peaks(config)) <= memory:
-        return
-    advice = advise(config, SMALL, hardware)
-    if advice.startswith("No option"):
-        return
-    changes = dict(re.findall(r"--(\S+) ([^\s:]+)", advice))
-    on = re.search(r"on (\d+) GPUs", advice)
-    gpus = int(on[1]) if on else 2
-    assert max(peaks(changed(config, changes), gpus)) <= memory
+VLLM = {"engine": "vllm", "samples": 4, "max_tokens": 84, "batch_tokens": 100}
+
+
+def test_vllms_cache_limits_what_it_generates_at_once():
+    small = recipe(questions=64, rollout={**VLLM, "kv_cache_gib": 1e-4})
+    held = (16 + 84 / 2) * SMALL.kv_bytes(4)
+    assert slots(small, SMALL, 1, 16) == int(1e-4 * 2**30 // held) < 64 * 4
+    (item,) = [item for item in rollout_memory(small, SMALL, 1) if "cache" in item.name]
+    assert item.rollout == 1e-4 * 2**30
+
+
+def test_where_an_engine_that_sleeps_keeps_its_weights():
+    for level, on_gpu in ((0, True), (1, False), (2, False)):
+        config = recipe(rollout={**VLLM, "sleep_level": level})
+        weights = rollout_memory(config, SMALL, 2)[0]
+        assert weights.rollout == 4 * SMALL.total
+        assert weights.backward == (4 * SMALL.total if on_gpu else 0)
+    config = recipe(rollout={**VLLM, "engine": "server", "servers": ["http://elsewhere:8000"]})
+    assert rollout_memory(config, SMALL, 2) == ()
+
+
+@pytest.mark.parametrize(
+    ("lora", "weights", "dequantised"),
+    [
+        ({}, 4 * SMALL.total, 0),
+        ({"rank": 4}, 2 * SMALL.total + 4 * SMALL.adapters(LoraConfig(rank=4)), 0),
+        (
+            {"rank": 4, "quantised": "nf4"},
+            NF4_BYTES * SMALL.linear + 2 * (SMALL.total - SMALL.linear) + 4 * SMALL.adapters(LoraConfig(rank=4)),
+            2 * 64 * 160,
+        ),
+    ],
+    ids=["all weights", "adapters", "4 bits"],
+)
+def test_a_policy_that_generates_has_no_second_model(lora, weights, dequantised):
+    """One process has the weights once; two have copies."""
+    config = recipe(policy={"dtype": "bf16" if lora else "fp32"}, lora=lora)
+    found = sizes(gpu_memory(config, SMALL, 1))
+    assert found["weights"]["rollout"] == weights
+    assert found["rollout engine, weights"]["rollout"] == 0
+    assert found["rollout engine, key/value cache"]["rollout"] > 0
+    assert found["gathered weights"]["rollout"] == dequantised
+    assert rollout_memory(config, SMALL, 2)[0].rollout > 0

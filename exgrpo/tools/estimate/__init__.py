@@ -1,1 +1,0 @@
-"""Before a launch: memory, disk and time of a recipe on given GPUs."""
