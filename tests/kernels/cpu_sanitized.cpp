@@ -68,9 +68,14 @@ void kept(int64_t size) {
     expected += value * value;
   }
   run.add(total.get(), a.get(), T(2), size);
+  const int64_t count = 5;
+  const Array<E> several(new E[count * size]);
+  const T factors[count] = {1, 2, 3, 4, 5};
+  for (int64_t i = 0; i < count * size; ++i) several[i] = a[i % size];
+  run.add_rows(total.get(), several.get(), size, factors, count, size);
   bool right = run.dot(a.get(), b.get(), size) == expected;
   for (int64_t i = 0; i < size; ++i) {
-    right = right && total[i] == 1 + 2 * (static_cast<T>(i % 7) - 3);
+    right = right && total[i] == 1 + 17 * (static_cast<T>(i % 7) - 3);
   }
   if (!right) {
     std::puts("wrong");
