@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
-QUOTED = re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
+QUOTED = re.findall(r"^\| `(.+?)` \| ", PAGE.read_text(), re.MULTILINE)
 
 
 def templates(program):
