@@ -1,4 +1,4 @@
-"""How a reward function is called, as its signature and its marks say, and what comes of what it returns."""
+"""Contract of a reward function: the columns it takes, how it is called, and the outcome of the value it returns."""
 
 import inspect
 import math
@@ -11,10 +11,9 @@ from exgrpo.train.common.errors import SHOWN, DataError, ExgrpoError, RewardErro
 from exgrpo.train.common.limits import LARGEST_REWARD, MOST_PARTS
 
 GRACE_SECONDS = 5.0
-"""A call of asynchronous answers that lasts so much longer than its time limit hangs."""
+"""Seconds beyond its time limit after which a call of asynchronous answers counts as hung."""
 
-_BATCH = "exgrpo_batch"
-"""Name of the attribute that marks a batched reward."""
+_BATCH = "exgrpo_batch"  # attribute that marks a batched reward
 
 _RULE = f"a reward is a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}, or a mapping of names to them"
 
@@ -23,14 +22,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a question's row that a reward or an environment takes, by the names of its keyword arguments.
+    """Columns of a question's row that a reward or an environment takes, by the names of its keyword arguments.
 
     Attributes:
         needed: arguments without a default: every row must have these columns.
-        optional: arguments with a default: the column is taken from rows that have it.
-        rest: whether all other columns are taken, too (`**row`).
-        own: names of the first arguments, which cannot be given by name.
-        taker: who takes them, for messages.
+        optional: arguments with a default: filled from rows that have the column.
+        rest: True if all other columns are passed too (`**row`).
+        own: names of the positional arguments, which cannot be filled by name.
+        taker: the function's kind and name, for error messages.
     """
 
     needed: tuple[str, ...] = ()
@@ -43,7 +42,7 @@ class Columns:
         return name in self.needed or name in self.optional or (self.rest and name not in self.own)
 
     def __or__(self, other: "Columns") -> "Columns":
-        """Those that one of two takes."""
+        """Return the columns that at least one of the two takes."""
         return Columns(
             needed=tuple(dict.fromkeys((*self.needed, *other.needed))),
             optional=tuple(dict.fromkeys((*self.optional, *other.optional))),
@@ -53,10 +52,10 @@ class Columns:
         )
 
     def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a row.
+        """Return the values of these columns in a row.
 
         Raises:
-            DataError: the row lacks one; the message begins with the verb.
+            DataError: the row lacks a needed column; the message begins with the verb.
         """
         for name in self.needed:
             if name not in row:
@@ -67,25 +66,25 @@ class Columns:
         return {name: value for name, value in row.items() if name in self}
 
     def without(self, name: str) -> "Columns":
-        """These, but one."""
+        """Return these columns without one of them."""
         needed, optional = (tuple(one for one in of if one != name) for of in (self.needed, self.optional))
         return replace(self, needed=needed, optional=optional)
 
 
 ALL_COLUMNS = Columns(rest=True)
 TURNS = "turns"
-"""A reward with an argument of this name gets the turns of an answer that an environment took part in: texts of the
-policy and of the environment in turn, the first of the policy."""
+"""Name of the reward argument that receives the turns of an answer produced with an environment: texts of the policy
+and of the environment alternately, the policy's first."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a reward wants in a call; crosses process borders.
+    """Calling convention of a reward; pickled between processes.
 
     Attributes:
-        columns: of the row of each question.
-        batch: a call gets lists of at most so many answers; 0: it gets one answer.
-        asynchronous: whether it is a coroutine function, of which several calls are in flight at a time.
+        columns: columns of each question's row that are passed as keyword arguments.
+        batch: largest number of answers per call, passed as lists; 0: one answer per call.
+        asynchronous: True for a coroutine function, of which several calls are in flight at a time.
     """
 
     columns: Columns = Columns()
@@ -93,18 +92,18 @@ class Contract:
     asynchronous: bool = False
 
     def together(self, concurrency: int) -> int:
-        """How many answers a grading process takes at a time, where `concurrency` calls may be in flight."""
+        """Return the number of answers that a process grades at a time; `concurrency` bounds the calls in flight."""
         return concurrency if self.asynchronous else self.batch or 1
 
     def seconds(self, answers: int, limit: float) -> float:
-        """After how many seconds a process that grades so many answers is killed, by the limit of one answer."""
+        """Return the seconds after which a process grading `answers` answers is killed; `limit` is per answer."""
         return limit + GRACE_SECONDS if self.asynchronous else limit * answers
 
 
 def batched(size: int) -> Callable[[F], F]:
-    """Mark a reward that grades several answers in a call.
+    """Mark a reward that grades several answers in one call.
 
-    It gets lists of at most `size` responses, gold answers and values of each column, and returns as many rewards.
+    It takes lists of at most `size` responses, gold answers and values per column, and returns as many rewards.
 
     Raises:
         ValueError: the size is below 1.
@@ -120,7 +119,7 @@ def batched(size: int) -> Callable[[F], F]:
 
 
 def contract_of(function: Callable[..., Any], name: str) -> Contract:
-    """The contract of the reward called `name`.
+    """Return the contract of the reward called `name`.
 
     Raises:
         RewardError: the function cannot be called with (response, gold) and columns, or is batched and asynchronous.
@@ -134,18 +133,18 @@ def contract_of(function: Callable[..., Any], name: str) -> Contract:
 
 
 def columns_of(function: Callable[..., Any], taker: str, first: str, error: type[ExgrpoError]) -> Columns:
-    """The columns that a function takes behind two arguments.
+    """Return the columns that a function takes after its two positional arguments.
 
     Args:
-        function: by its signature.
-        taker: what it is and its name, for messages.
-        first: its first two arguments, "(response, gold)" or the like.
-        error: raised where it cannot be called so.
+        function: the function whose signature is read.
+        taker: its kind and name, for error messages.
+        first: its first two arguments as text, such as "(response, gold)".
+        error: class of the error if the signature does not fit.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return Columns()  # some compiled functions do not tell
+        return Columns()  # some compiled functions have no signature
     parameters = signature.parameters.values()
     named = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
     needed = tuple(one.name for one in named if one.default is one.empty)
@@ -153,7 +152,7 @@ def columns_of(function: Callable[..., Any], taker: str, first: str, error: type
         signature.bind("", "", **dict.fromkeys(needed))
     except TypeError as problem:
         raise error(
-            f"{taker} must take {first}, and columns of the row as keyword arguments behind a *, as "
+            f"{taker} must take {first}, and columns of the row as keyword-only arguments, as in "
             f"{first[:-1]}, *, difficulty): {problem}"
         ) from problem
     return Columns(
@@ -167,15 +166,15 @@ def columns_of(function: Callable[..., Any], taker: str, first: str, error: type
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one answer; crosses process borders.
+    """Result of grading one answer; pickled between processes.
 
     Attributes:
-        reward: what it is worth; 0 unless the reward returned a number.
-        key: of its solution, see `exgrpo.train.reward.worker.hashed`; 0: it has none.
-        timed_out: whether it hit the time limit.
-        error: what the reward or its key function raised, with its line of the reward's file, or how its process died.
-        misuse: what one of them returned, and what it has to return instead.
-        parts: of the reward, by name and without their weights; empty where it is one number.
+        reward: 0 unless the reward function returned a valid value.
+        key: key of the solution, from `exgrpo.train.reward.worker.hashed`; 0: none.
+        timed_out: True if the time limit was exceeded.
+        error: exception of the reward or its key function with the line of the reward's file, or the process's death.
+        misuse: what one of them returned, and what it must return instead.
+        parts: unweighted parts of the reward by name; empty if it is one number.
     """
 
     reward: float = 0.0
@@ -187,7 +186,7 @@ class Outcome:
 
 
 def worth(value: Any, weights: Mapping[str, float]) -> Outcome:
-    """The reward that a returned value is: a number, or named parts with these weights (else 1), which are summed."""
+    """Convert a returned value into an outcome: a number, or the sum of named parts times these weights (else 1)."""
     if not isinstance(value, Mapping):
         number = _number(value)
         return _misuse(with_type(value)) if number is None else Outcome(reward=number)
@@ -210,7 +209,7 @@ def worth(value: Any, weights: Mapping[str, float]) -> Outcome:
 
 
 def with_type(value: Any) -> str:
-    """A value for a message."""
+    """Format a value with its type for an error message."""
     return f"{shown(value)} ({type(value).__name__})"
 
 
@@ -220,8 +219,8 @@ def _misuse(returned: str) -> Outcome:
 
 def _number(value: Any) -> float | None:
     try:
-        # NumPy's bool, as np.isclose gives it, is no Real.
+        # numpy.bool, as np.isclose returns it, is not a Real.
         number = float(value) if isinstance(value, Real) or str(getattr(value, "dtype", "")) == "bool" else None
-    except Exception:  # as of 10**400; a class of numbers of its own may raise anything
+    except Exception:  # 10**400 overflows; a user's number class may raise anything
         return None
-    return number if number is not None and abs(number) <= LARGEST_REWARD else None  # a NaN is not
+    return number if number is not None and abs(number) <= LARGEST_REWARD else None  # also rejects NaN

@@ -1,18 +1,19 @@
-r"""Equality of two answers, with a tolerance that the digits of the gold answer set.
+r"""Equality of two answers, with a tolerance set by the digits of the gold answer.
 
 Numbers ("72", "4.5e33", "\sqrt{2}", "x = 5", "50\%") are compared here:
     A gold answer with decimals ("20.39", "4.5e33", "3e8") is taken as rounded. An answer may be off by less than
-    half a unit of its last digit, and by less than 0.1 %. The limit is for short decimals: half a unit of 0.5 would
-    be 10 %, and most of them are exact. Rounding further (20.4 for 20.39) is refused. The last digits of a double
-    ("0.30000000000000004" in a table of numbers) are noise: 2^-52 of the number is no mistake.
-    Every other gold answer ("72", "142.0", "\frac{1}{3}", "\pi", "5 \times 10^5") is exact. An answer must be equal
-    to it; only where it is no integer a decimal with at least six significant digits will do, if it is off by at most
-    one unit of its last digit: 0.333333 for \frac{1}{3}, but neither 0.3333 nor 0.333335.
-    A percent sign may be left out: "50\%" is 50 and 0.5. "N\%" is the gold answer N only above 1, as 0.5\% is not 0.5.
+    half a unit of its last digit, and by less than 0.1 %. The second limit is for short decimals: half a unit of 0.5
+    would be 10 %, and most of them are exact. Rounding further (20.4 for 20.39) is rejected. The last digits of a
+    double ("0.30000000000000004" in a table of numbers) are noise: an error of 2^-52 of the number is accepted.
+    Every other gold answer ("72", "142.0", "\frac{1}{3}", "\pi", "5 \times 10^5") is exact: an answer must be equal.
+    For one that is not an integer, a decimal with at least six significant digits is also accepted if it is off by at
+    most one unit of its last digit: 0.333333 for \frac{1}{3}, but neither 0.3333 nor 0.333335.
+    A percent sign may be left out: "50\%" is 50 and 0.5. "N\%" equals the gold answer N only above 1, as 0.5\% is not
+    0.5.
 
-All else is left to Math-Verify's verify: formulas symbolically, sets, tuples, intervals and matrices by element, in
-order where order counts. It rounds decimals, to six places or as many more as the small numbers of the gold answer
-ask for. An inequality in one unknown is the set of its solutions.
+Everything else goes to Math-Verify's `verify`: formulas symbolically; sets, tuples, intervals and matrices by element,
+in order where order counts. Decimals are rounded to six places, or to as many more as small numbers of the gold answer
+need. An inequality in one unknown is compared as the set of its solutions.
 """
 
 import functools
@@ -29,14 +30,14 @@ _CAP = Fraction(1, 1000)
 _FLOAT = Fraction(1, 2**52)
 _ENOUGH_DIGITS = 6
 _WORD = 3  # letters
-_DIGITS_OF_POWER = 2  # of "3e8", which is written 3.0 \times 10^8
+_DIGITS_OF_POWER = 2  # digits of "3e8", which is rewritten as 3.0 \times 10^8
 _EVALUATED_DIGITS = 50
-_LONGEST_MAGNITUDE = 10_000  # in bits; what is larger is not written out
+_LONGEST_MAGNITUDE = 10_000  # bits; larger numbers are not expanded
 _NOISE = Fraction(1, 10**40)
 
 
 def equal(gold: Written, answer: Written) -> bool:
-    """True if `answer` is `gold`."""
+    """Return True if `answer` equals `gold`."""
     if gold.terms or answer.terms:
         return _terms_equal(gold, answer)
     if gold.modulus != answer.modulus or (answer.base and answer.base != (gold.base or "10")):
@@ -48,14 +49,14 @@ def equal(gold: Written, answer: Written) -> bool:
 
 
 def readable(written: Written) -> bool:
-    """True if an answer is understood: words, a number, or what the parser reads, and so are all its terms."""
+    """Return True if an answer and all its terms are words, a number, or a formula that the parser reads."""
     if written.terms:
         return all(map(readable, written.terms))
     return (not written.latex and bool(written.words)) or written.decimal is not None or written.expression is not None
 
 
 def _terms_equal(gold: Written, answer: Written) -> bool:
-    """Compare several quantities one by one, in any order if each has words of its own."""
+    """Compare several quantities one by one, in any order if each has its own words."""
     if len(gold.terms) != len(answer.terms):
         return False
 
@@ -78,7 +79,7 @@ def _text(written: Written) -> str:
 
 
 def _scale(gold: Written, answer: Written) -> Fraction | None:
-    """Return the answer's unit in units of the gold answer, None if their words do not mean the same."""
+    """Return the answer's unit in units of the gold answer, None if their words differ in meaning."""
     if not gold.words or not answer.words:
         dropped = gold if gold.words else answer
         return None if dropped.binding else Fraction(1)
@@ -94,12 +95,12 @@ def _quantity_equal(gold: Written, answer: Written, scale: Fraction) -> bool:
     if gold.key == answer.key and gold.percent == answer.percent:
         return scale == 1
     if gold.latex.isalpha() and answer.latex.isalpha() and len(gold.latex) >= _WORD:
-        return False  # "saw" is not "was", as a product of letters would be
+        return False  # "saw" is not "was", though as products of letters they are equal
     if gold.decimal and answer.decimal and not gold.relation:
         return _numbers_equal(gold, answer, gold.decimal.value, answer.decimal.value, scale)
     try:
         return _expressions_equal(gold, answer, scale)
-    except Exception:  # sympy cannot compare everything that it can hold
+    except Exception:  # sympy cannot compare everything it can represent
         return False
 
 
@@ -127,7 +128,7 @@ def _expressions_equal(gold: Written, answer: Written, scale: Fraction) -> bool:
 
 
 def _numbers_equal(gold: Written, answer: Written, g: Fraction, a: Fraction, unit: Fraction) -> bool:
-    """Compare the values with regard to percent signs, the answer's in so many units of the gold answer."""
+    """Compare two values, allowing for percent signs; `unit` is the answer's unit in units of the gold answer."""
 
     def close(scale: Fraction) -> bool:
         return _close(gold.decimal, answer.decimal, g, a, scale * unit)
@@ -141,13 +142,13 @@ def _numbers_equal(gold: Written, answer: Written, g: Fraction, a: Fraction, uni
 
 
 def _close(gold: Decimal | None, answer: Decimal | None, g: Fraction, a: Fraction, scale: Fraction) -> bool:
-    """True if `a` times `scale` is within the tolerance of `g`; the decimals are these numbers as written."""
+    """Return True if `a` times `scale` is within the tolerance of `g`; the decimals are these numbers as written."""
     off = abs(g - a * scale)
     if off == 0:
         return True
     if gold is not None and gold.rounded:
         if gold.scientific and gold.digits <= _DIGITS_OF_POWER and answer is not None and not answer.scientific:
-            return False  # of "1e16" a whole number in digits is no rounding
+            return False  # an integer written out is not a rounding of "1e16"
         return off < min(max(gold.unit / 2, _FLOAT * abs(g)), _CAP * abs(g))
     if gold is not None and answer is not None:
         return False
@@ -160,7 +161,7 @@ def _close(gold: Decimal | None, answer: Decimal | None, g: Fraction, a: Fractio
 
 
 def _without_names(g: Any, a: Any) -> tuple[Any, Any]:
-    """Take "x = 5" for 5 where the other one is "5", as verify does."""
+    """Replace "x = 5" by 5 if the other side is just "5", as verify does."""
     from math_verify.grader import is_assignment_relation, is_equation, take_last_relation
 
     if is_equation(a) and not is_equation(g):
@@ -171,7 +172,7 @@ def _without_names(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _value(expression: Any) -> Fraction | None:
-    """Return the value of a real number; decimals count as they are written, all else is evaluated."""
+    """Return the value of a real number: decimals exactly as written, everything else evaluated."""
     import sympy
 
     if isinstance(expression, sympy.FiniteSet) and len(expression) == 1:
@@ -194,7 +195,7 @@ def _value(expression: Any) -> Fraction | None:
 
 
 def _as_sets(g: Any, a: Any) -> tuple[Any, Any]:
-    """Turn inequalities into sets of solutions, where both are one or the other."""
+    """Replace inequalities by their solution sets if both sides are inequalities or sets."""
     import sympy
 
     both = is_inequality(g) and is_inequality(a)
@@ -204,7 +205,7 @@ def _as_sets(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _with_repetitions(g: Any, a: Any) -> tuple[Any, Any]:
-    """Count elements where the gold answer repeats one ("3, 1, 1")."""
+    """Compare sets as multisets if the gold answer repeats an element ("3, 1, 1")."""
     import sympy
     from latex2sympy2_extended.sets import FiniteSet
 
@@ -215,7 +216,7 @@ def _with_repetitions(g: Any, a: Any) -> tuple[Any, Any]:
 
 
 def _roots_of_fractions(expression: Any) -> Any:
-    """Take roots of products and quotients apart, as if all factors were positive: sympy keeps the root of 1/n."""
+    """Split roots of products and quotients as if all factors were positive: sympy keeps the root of 1/n."""
     import sympy
 
     def apart(base: Any, exponent: Any) -> Any:
@@ -237,12 +238,12 @@ def _roots_of_fractions(expression: Any) -> Any:
 def _solutions(inequality: Any) -> Any:
     try:
         return inequality.as_set()
-    except Exception:  # of several unknowns, or too hard for sympy
+    except Exception:  # several unknowns, or too hard for sympy
         return inequality
 
 
 def _extra_places(gold: Any) -> int:
-    """Number of zeros with which the smallest number of the gold answer begins after the point."""
+    """Return the number of zeros after the point in the smallest number of the gold answer."""
     import sympy
 
     values = [_value(number) for number in gold.atoms(sympy.Number, sympy.Pow)]
@@ -252,7 +253,7 @@ def _extra_places(gold: Any) -> int:
 
 @functools.cache
 def math_verify() -> Any:
-    """Math-Verify, imported on first use (it brings sympy); its warning that no time limit is set is silenced."""
+    """Return Math-Verify, imported on first use (it imports sympy), without its warning about a missing time limit."""
     import math_verify
 
     for module in ("parser", "grader"):

@@ -1,5 +1,4 @@
-"""What can be said of answers besides their rewards: whether they have the needed form, whether one is found, and
-whether the right one stands in another form than the one that is read."""
+"""Format checks beside the reward: required form, presence of any answer, and right answers in an unexpected form."""
 
 import warnings
 from collections import Counter
@@ -14,11 +13,11 @@ from exgrpo.train.reward.pool import Grader, Grades
 
 
 class Graded(NamedTuple):
-    """An answer of which something is asked.
+    """An answer to check.
 
     Attributes:
         response: its text.
-        gold: the right answer.
+        gold: the gold answer.
         reward: name of the reward that grades it.
     """
 
@@ -28,13 +27,13 @@ class Graded(NamedTuple):
 
 
 def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: World) -> list[bool | None]:
-    """What the functions of this kind beside the rewards say of each of rank 0's answers.
+    """Apply the rewards' companion functions of this kind to rank 0's N answers; collective.
 
-    All ranks call it together and get the same: [N], False where it takes too long or fails; None of answers whose
-    reward has no such function.
+    Returns:
+        [N] on every rank: False if the function fails or times out, None if the reward has no such function.
 
     Raises:
-        RewardError: on every rank, where a reward cannot be loaded.
+        RewardError: on every rank, if a reward cannot be loaded.
     """
 
     def ask() -> list[bool | None]:
@@ -50,11 +49,10 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
 
 
 def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> tuple[str, int]:
-    """The form in which most of rank 0's wrong answers hold the right value all the same, and how many do so.
+    """Return the form in which most of rank 0's wrong answers still hold the right value, and their number; collective.
 
-    Each answer is graded again as it stands in each of `grading.FORMS`, unless that is what has been graded: by its
-    reward, and by math_no_think in the place of a reward of the user's own. All ranks call it together and get the
-    same; ("", 0) where there is none.
+    Each answer is graded again in each of `grading.FORMS` in which it was not graded before: by its reward, or by
+    math_no_think in place of a user's reward. Every rank gets the same result; ("", 0) if there is none.
     """
 
     def ask() -> tuple[str, int]:
@@ -75,12 +73,12 @@ def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> 
 
 
 def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form: str) -> Grades:
-    """Of answers (response, gold, reward)."""
+    """Grade answers (response, gold, reward)."""
     rewards = list(dict.fromkeys(reward for *_, reward in answers))
     if not rewards:
         return Grades((), 0, 0, ())
     form = AUTO if all(map(is_own, rewards)) else form
-    # One process: another one might still be starting when the last answer is told, and would end in a traceback.
+    # One process: a second one might still be starting when the last answer is graded, and would end in a traceback.
     with Grader.of(rewards, config, workers=1, parts={}, form=form) as grader:
         grading = grader.begin()
         for response, gold, reward in answers:

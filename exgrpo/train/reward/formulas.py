@@ -1,7 +1,7 @@
-r"""Formulas by Math-Verify's LaTeX parser, as sympy objects.
+r"""Parse formulas into sympy objects with Math-Verify's LaTeX parser.
 
-Some names the parser misreads: `\gamma` (as a function), dy/dx (as the derivative of a symbol, which is 0) and primes
-(which it drops). They become symbols of their own.
+The parser misreads some names: `\gamma` (as a function), dy/dx (as the derivative of a symbol, which is 0) and primes
+(which it drops). They are replaced by symbols of their own.
 """
 
 import re
@@ -26,12 +26,12 @@ _NAMES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 
 def parse(latex: str) -> Any:
-    """Return the sympy object that a formula means, None where it cannot be read."""
+    """Return the sympy object of a formula, None if it cannot be parsed."""
     import sympy
     from latex2sympy2_extended import NormalizationConfig, latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    # "x<2 or x>3" is a union, but the parser takes "or" for a comma.
+    # "x<2 or x>3" is a union, but the parser reads "or" as a comma.
     for sign, joined in ((r"\\lor", sympy.Or), (r"\\land", sympy.And)):
         parts = re.split(rf"{sign}(?![A-Za-z])", latex)
         if len(parts) > 1 and re.search(r"[<>]|\\[lg]", latex):
@@ -54,16 +54,16 @@ def parse(latex: str) -> Any:
             normalization_config=normalization,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
-        # A word is a product of letters to the parser; a set would forget the order of its elements.
+        # The parser reads a word as a product of letters; xreplace on a set would lose the order of its elements.
         if isinstance(expression, sympy.Expr) and (latex == "i" or not latex.isalpha()):
             expression = expression.xreplace({sympy.Symbol("i", real=True): sympy.I})
-    except Exception:  # the parser raises bare ones for what it cannot read
+    except Exception:  # the parser raises bare exceptions for invalid input
         return None
     return None if expression.has(sympy.zoo, sympy.nan) else expression
 
 
 def is_inequality(expression: Any) -> bool:
-    """True if it is "x > 3", or several of that kind joined by and, or."""
+    """Return True for "x > 3", or several inequalities joined by and, or."""
     import sympy
 
     relations = expression.atoms(sympy.core.relational.Relational) if isinstance(expression, sympy.Basic) else ()

@@ -1,4 +1,4 @@
-"""Gold answers that no response can earn a reward of this package with."""
+"""Find gold answers for which no response can earn a reward of this package."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from exgrpo.train.reward.names import DEFAULT, decisive_part_of
 from exgrpo.train.reward.pool import Grader
 
 WRITTEN = {AUTO: "\\boxed{%s}", "boxed": "\\boxed{%s}", "tags": "<answer>%s</answer>", "line": "Answer: %s"}
-"""By the values of `reward.form`, a response that gives an answer as it is. "hashes" holds digits alone."""
+"""Response that states an answer verbatim, by `reward.form`; "hashes" holds digits only."""
 UNEARNED = f"{__name__}:unearned"
 
 _NUMBER = re.compile(r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?")
@@ -20,16 +20,16 @@ _CHUNK = 512
 
 
 def unearnable(golds: Iterable[str], options: RewardConfig, *, progress: bool = False) -> set[str]:
-    """Return the gold answers for which `math` and `math_no_think` give no response a reward.
+    """Return the gold answers for which `math` and `math_no_think` reward no response.
 
-    The response that is tried gives the gold answer letter by letter in the form of `reward.form`. Plain numbers can
-    be earned; all others are tried in processes with the limits of grading. One that exceeds them counts as one that
-    can be earned, since that may differ between ranks, which have to decide alike.
+    The response tested repeats the gold answer letter by letter in the form of `reward.form`. Plain numbers can always
+    be earned; all others are tested in processes with the limits of grading. A gold answer that exceeds them counts as
+    earnable, since a timeout may differ between ranks, which must decide alike.
 
     Args:
-        golds: answers of questions with these rewards; equal ones are tried once.
-        options: of the run.
-        progress: show a progress bar while it lasts, where there is a terminal.
+        golds: answers of questions with these rewards; duplicates are tested once.
+        options: options of the run's rewards.
+        progress: show a progress bar on a terminal.
     """
     tried = {gold: _response(gold, options.form) for gold in dict.fromkeys(golds) if not _NUMBER.fullmatch(gold)}
     found = {gold for gold, response in tried.items() if response is None}
@@ -48,12 +48,12 @@ def unearnable(golds: Iterable[str], options: RewardConfig, *, progress: bool = 
 
 
 def _response(gold: str, form: str) -> str | None:
-    """Return the part of a response that is graded; None: the gold answer cannot stand in this form."""
-    if form == "hashes":  # a number of any form may be given in decimals, so a box stands for them
+    """Return the graded part of a response that states `gold`; None if this form cannot express it."""
+    if form == "hashes":  # any number can be written in decimals, so a box is tested instead
         return f"\\boxed{{{gold}}}" if re.search("[0-9]", gold) else None
     return decisive_part_of(DEFAULT, form)(WRITTEN[form] % gold)
 
 
 def unearned(response: str, gold: str) -> float:
-    """Return 1.0 where `response` gets no reward of this package, else 0.0."""
+    """Return 1.0 if `response` gets no reward of this package, else 0.0."""
     return float(not (readable_gold(gold) and math_no_think(response, gold)))

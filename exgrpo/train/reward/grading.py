@@ -1,34 +1,34 @@
-r"""The mathematics of grading: which part of a response is its answer, and whether it equals the gold answer.
+r"""Math grading: extract the answer from a response and compare it with the gold answer.
 
 Reading a response
-    `math` grades what follows the LAST "</think>" (thinking ends where the answer begins; a response without the tag
-    is worth 0, so a truncated one is too). `math_no_think` takes the whole response.
+    `math` grades the text after the LAST "</think>" (thinking ends where the answer begins; a response without the
+    tag, such as a truncated one, is worth 0). `math_no_think` grades the whole response.
     In that text the last \boxed{...} (or \fbox{...}) is the answer. Boxes directly before it, joined by LaTeX's spaces,
-    a comma, "and", "or" and the like, belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2", so that naming
-    several answers earns nothing. A last box that is never closed is no answer. In text without any box, only the
-    content of the last <answer> tags counts, if there are any.
+    a comma, "and", "or" and the like, belong to it: "\boxed{1} and \boxed{2}" is the answer "1, 2", so naming several
+    answers earns nothing. A last box that is never closed is no answer. In text without any box, only the content of
+    the last <answer> tags counts, if there are any.
     The answer is what the last "the answer is ...", "Answer: ..." or "#### ..." states up to the end of its sentence,
-    else the text itself if it is nothing but a formula, or the few words in tags. What is left goes to Math-Verify's
-    own search (the last formula, the last number).
-    `FORMS` are the places in which an answer is looked for where `reward.form` names one of them.
+    else the text itself if it is only a formula, or the few words in tags. Anything else goes to Math-Verify's own
+    search (the last formula, the last number).
+    `FORMS` are the places where an answer is searched for if `reward.form` names one.
 
 Reading a gold answer
-    It is read as the content of a box, so "72", "1,000", "3/4", "\frac{3}{4}", "$69$, $84$", "[0, 1)" or "50\%"
-    need no delimiters. exgrpo.train.reward.notation takes both apart, into formulas and the words beside them. A gold
-    answer that says that there is none ("None", "N/A", "proof") makes every response worth 0.
+    It is read like the content of a box, so "72", "1,000", "3/4", "\frac{3}{4}", "$69$, $84$", "[0, 1)" or "50\%"
+    need no delimiters. exgrpo.train.reward.notation splits both into formulas and words. A gold answer that means
+    "none" ("None", "N/A", "proof") makes every response worth 0.
 
 Comparing
-    exgrpo.train.reward.equality says what is equal, and states the tolerance of numbers. Of two mistakes the strict
-    one is preferred: an answer that is refused costs a little signal, one that is accepted wrongly is learned.
+    exgrpo.train.reward.equality defines equality and the tolerance of numbers. In doubt the stricter reading wins: a
+    rejected right answer costs a little signal, an accepted wrong one is learned.
     The gold answer repeated letter by letter is right even if it cannot be parsed. A gold answer that is one capital
-    letter A to J is a choice: "C", "(C)", "\text{C}", "C) 5 m" and "option C" count; naming several choices does not.
+    letter A to J is a choice: "C", "(C)", "\text{C}", "C) 5 m" and "option C" match; naming several choices does not.
 
 Form
-    `math_form` and `math_no_think_form` say whether a response has the form that these rewards ask for, right or wrong.
-    `math_found` and `math_no_think_found` say whether these rewards find an answer in it at all.
+    `math_form` and `math_no_think_form` check whether a response has the form that these rewards require, right or
+    wrong; `math_found` and `math_no_think_found` whether these rewards find any answer in it.
 
-All functions return 1.0 or 0.0 and set no time limit: Math-Verify's own limits work through SIGALRM, which a call
-into C does not heed and threads cannot use, so they are off, and exgrpo.train.reward.pool.Grader sets a hard one.
+All functions return 1.0 or 0.0 and set no time limit: Math-Verify's own limits use SIGALRM, which cannot interrupt a
+call into C and does not work in threads, so they are off, and exgrpo.train.reward.pool.Grader sets a hard one.
 """
 
 import re
@@ -40,11 +40,10 @@ from exgrpo.train.reward.notation import closing_brace, qualified, understand
 
 END_OF_THINKING = "</think>"
 AUTO = "auto"
-"""The value of `reward.form` with which each reward looks where its source has the answer by convention."""
+"""Value of `reward.form` with which each reward looks for the answer where its source has it by convention."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BETWEEN = 160
-"""Longest text between two boxes that may join them."""
+_BETWEEN = 160  # longest text that may join two boxes
 _MARKUP = re.compile(
     r"\\(?:[hv]space\*?|(?:text)?color|begin|end)\s*\{[^{}]*\}|\n\s*-\s|[\s$*~{}&()%]|\\\\|"
     r"\\[,;:! ()\[\]&%]|\^\s*\{?\s*\\circ|"
@@ -59,7 +58,7 @@ _JOINED = re.compile(
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
-_LAST_CHARACTERS = 300  # verl looks for "####" and "Answer:" in these alone
+_LAST_CHARACTERS = 300  # verl searches only these for "####" and "Answer:"
 _NO_ANSWER = re.compile(r"(?i)\s*(?:|proofs?|not\s*found|nan|none|null|n\s*/\s*a|no\s+answer)[\s.]*")
 _INTEGER = re.compile(r"-?[0-9]{1,1000}")
 _STATEMENT = re.compile(r"(?i)(?:\banswers?\b\**[^.:=\n]{0,60}?(?:\b(?:is|are|be)\b|[:=])|####)[\s:*]*")
@@ -78,13 +77,13 @@ _CHOICE_TEXT = re.compile(r"\s*(?i:option|choice)?\s*\(?\s*([A-J])\s*(?:[).:](.*
 
 
 def math(response: str, gold: str) -> float:
-    """1.0 when the part of `response` after the last "</think>" holds the answer `gold`, else 0.0."""
+    """Return 1.0 if the part of `response` after the last "</think>" holds the answer `gold`, else 0.0."""
     answer = answer_after_thinking(response)
     return 0.0 if answer is None else math_no_think(answer, gold)
 
 
 def math_no_think(response: str, gold: str) -> float:
-    """1.0 when `response`, with or without thinking, holds the answer `gold`, else 0.0."""
+    """Return 1.0 if `response`, with or without thinking, holds the answer `gold`, else 0.0."""
     answer, gold = final_answer(response), gold.strip()
     if not answer or no_answer(gold):
         return 0.0
@@ -94,7 +93,7 @@ def math_no_think(response: str, gold: str) -> float:
     if gold in (content, answer):
         return 1.0
     if content and _INTEGER.fullmatch(content) and _INTEGER.fullmatch(gold):
-        return float(int(content) == int(gold))  # the same, in a fraction of the time
+        return float(int(content) == int(gold))  # same result, much faster
     boxed_gold = boxed_answer(gold)
     written = understand(gold if boxed_gold is None else boxed_gold)
     if content is None:
@@ -103,14 +102,14 @@ def math_no_think(response: str, gold: str) -> float:
 
 
 def no_answer(gold: str) -> bool:
-    """True if a gold answer says that there is none: "", "None", "N/A", "proof", "not found"."""
+    """Return True if a gold answer means "none": "", "None", "N/A", "proof", "not found"."""
     return _NO_ANSWER.fullmatch(_CHOICE_MARKUP.sub(" ", boxed_answer(gold) or gold)) is not None
 
 
 def readable_gold(gold: str) -> bool:
-    """True if `math` and `math_no_think` can give 1.0 for another text than the gold answer itself.
+    """Return True if `math` and `math_no_think` can give 1.0 to a text other than the gold answer itself.
 
-    It is a choice, words, or something that the parser reads. No time limit is set: see the module's docstring.
+    That holds for a choice, words, or anything the parser reads. No time limit is set: see the module's docstring.
     """
     if no_answer(gold):
         return False
@@ -120,15 +119,15 @@ def readable_gold(gold: str) -> bool:
 
 
 def math_form(response: str, gold: str) -> float:
-    """1.0 when `response` ends its thinking and what follows has the form of `math_no_think_form`, else 0.0."""
+    """Return 1.0 if `response` ends its thinking and the rest has the form of `math_no_think_form`, else 0.0."""
     _, tag, rest = response.rpartition(END_OF_THINKING)
     return math_no_think_form(rest, gold) if tag else 0.0
 
 
 def math_no_think_form(response: str, gold: str) -> float:
-    """1.0 when `response` has an answer in a closed box, in tags or in a few words ("the answer is ..."), else 0.0.
+    """Return 1.0 if `response` has an answer in a closed box, in tags or a short one ("the answer is ..."), else 0.0.
 
-    `gold` is not looked at: the form of a wrong answer is as good.
+    `gold` is ignored: a wrong answer may have the right form.
     """
     content = boxed_answer(response)
     if content is None and tagged_answer(response) is not None:
@@ -140,38 +139,38 @@ def math_no_think_form(response: str, gold: str) -> float:
 
 
 def math_found(response: str, gold: str) -> float:
-    """1.0 when `math` finds an answer in `response`, right or wrong, else 0.0."""
+    """Return 1.0 if `math` finds an answer in `response`, right or wrong, else 0.0."""
     answer = answer_after_thinking(response)
     return 0.0 if answer is None else math_no_think_found(answer, gold)
 
 
 def math_no_think_found(response: str, gold: str) -> float:
-    """1.0 when `math_no_think` finds an answer in `response`, right or wrong, else 0.0; `gold` is not looked at."""
+    """Return 1.0 if `math_no_think` finds an answer in `response`, right or wrong, else 0.0; `gold` is ignored."""
     answer = final_answer(response)
     return float(answer != "" and bool(boxed_answer(answer) or _found_answer(answer)))
 
 
 def answer_after_thinking(response: str) -> str | None:
-    """`final_answer` of what follows the last "</think>"; None when the response never stops thinking."""
+    """Return `final_answer` of the text after the last "</think>"; None if the response never stops thinking."""
     _, tag, rest = response.rpartition(END_OF_THINKING)
     return final_answer(rest) if tag else None
 
 
 def math_part(response: str) -> str | None:
-    """The part of `response` on which the grade of `math` depends; None: it is 0."""
+    """Return the part of `response` on which the grade of `math` depends; None: the grade is 0."""
     answer = answer_after_thinking(response)
     return None if answer is None else f"{END_OF_THINKING}{answer}"
 
 
 def math_no_think_part(response: str) -> str | None:
-    """The part of `response` on which the grade of `math_no_think` depends; None: it is 0."""
+    """Return the part of `response` on which the grade of `math_no_think` depends; None: the grade is 0."""
     return final_answer(response) or None
 
 
 def final_answer(text: str) -> str:
-    r"""The least piece of `text` that decides its grade: "\boxed{...}", or the stripped text if it states no answer.
+    r"""Return the shortest text with the same grade: "\boxed{...}", or the stripped text if it states no answer.
 
-    Empty when the last box is not closed. final_answer(final_answer(t)) == final_answer(t).
+    Empty if the last box is not closed. Idempotent: final_answer(final_answer(t)) == final_answer(t).
     """
     content, most_words = boxed_answer(text), 0
     if content is None and (tagged := tagged_answer(text)) is not None:
@@ -186,7 +185,7 @@ def final_answer(text: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Content of the last box of `text` and of those joined to it; "" if it is not closed, None without a box."""
+    """Return the content of the last box and of boxes joined to it; "" if it is not closed, None without a box."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -205,12 +204,12 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _joins(between: str) -> bool:
-    """True if the text between two boxes makes one answer of them, as LaTeX spaces, "and" and "or" do."""
+    """Return True if the text between two boxes joins them into one answer, as LaTeX spaces, "and" and "or" do."""
     return len(between) <= _BETWEEN and _JOINED.fullmatch(_MARKUP.sub(" ", between)) is not None
 
 
 def tagged_answer(text: str) -> str | None:
-    """Content of the last <answer> tags of `text`, stripped; None without a closed pair. As reasoning-gym reads it."""
+    """Return the stripped content of the last <answer> tags, as reasoning-gym reads it; None without a closed pair."""
     content, end = None, 0
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
         content, end = text[start + len(_OPEN) : close].strip(), close + len(_CLOSE)
@@ -218,7 +217,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def own_answer(response: str) -> str | None:
-    """What the last box after the thinking of `response` holds, else the last <answer> tags; None without both."""
+    """Return the content of the last box after the thinking, else of the last <answer> tags; None without both."""
     text = response.rpartition(END_OF_THINKING)[2]
     boxed = boxed_answer(text)
     return tagged_answer(text) if boxed is None else boxed
@@ -226,18 +225,18 @@ def own_answer(response: str) -> str | None:
 
 @dataclass(frozen=True)
 class Form:
-    """A place in which an answer is written.
+    """A place where an answer is written.
 
     Attributes:
-        shown: how messages call it.
-        read: takes what follows the thinking; the answer in it, None where there is none in this form.
+        shown: name of the form in messages.
+        read: returns the answer in this form from the text after the thinking, None without one.
     """
 
     shown: str
     read: Callable[[str], str | None]
 
     def alone(self, response: str) -> str | None:
-        """The thinking's end, if there is one, and the answer in this form as all rewards find it; None without one."""
+        """Return the answer in this form, after the end of thinking, rewritten so that all rewards find it."""
         _, tag, text = response.rpartition(END_OF_THINKING)
         answer = self.read(text)
         if not answer:
@@ -261,11 +260,11 @@ FORMS = {
     "hashes": Form('"#### 12"', _after_hashes),
     "line": Form('"Answer: 12"', _on_line),
 }
-"""By the values of `reward.form`: MATH; reasoning-gym and open-r1; GSM8K; DAPO."""
+"""Forms by the values of `reward.form`: MATH; reasoning-gym and open-r1; GSM8K; DAPO."""
 
 
 def _stated_answer(text: str) -> str | None:
-    """What the last "the answer is ..." of `text` states; "" if nothing, None without such a phrase."""
+    """Return the answer that the last "the answer is ..." of `text` states; "" if empty, None without such a phrase."""
     statements = list(_STATEMENT.finditer(text))
     if not statements:
         return None
@@ -279,7 +278,7 @@ def _stated_answer(text: str) -> str | None:
 
 
 def _found_answer(text: str) -> str | None:
-    """What Math-Verify's search finds in text that states no answer, as it is written."""
+    """Return what Math-Verify's search finds in a text that states no answer, verbatim."""
     library = math_verify()
     targets = [library.LatexExtractionConfig(boxed_match_priority=-1), library.ExprExtractionConfig()]
     found = library.parse(text, targets, parsing_timeout=None)
@@ -287,13 +286,13 @@ def _found_answer(text: str) -> str | None:
 
 
 def _gold_choice(gold: str) -> str | None:
-    r"""The letter of a gold answer that is a choice: "C", "\text{(C)}"."""
+    r"""Return the letter of a gold answer that is a choice: "C", "\text{(C)}"."""
     match = _CHOICE.fullmatch(_CHOICE_MARKUP.sub("", gold).strip())
     return match[1] if match else None
 
 
 def _choice(content: str) -> str | None:
-    """The one choice A to J that the content of a box names, None when it names none or several."""
+    """Return the one choice A to J in the content of a box, None if it has none or several."""
     match = _CHOICE_TEXT.fullmatch(_CHOICE_MARKUP.sub("", content))
     several = match is not None and match[2] is not None and re.search(r"\b[A-J][).:]", match[2])
     return match[1] if match and not several else None

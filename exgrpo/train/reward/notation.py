@@ -1,8 +1,8 @@
-r"""What is written in an answer: numbers, formulas and the words between them.
+r"""Parse the notation of an answer: numbers, formulas and the words between them.
 
-`understand` takes apart the content of a box. What only looks different is taken away (colours, fonts, spaces, dollar
-signs), "and", "or" and `\quad` between numbers become commas, and words beside numbers become words of a quantity:
-"3 hours 20 minutes" is a list of two quantities, not a product of four symbols. exgrpo.train.reward.formulas reads the
+`understand` splits the content of a box. Differences of appearance are removed (colours, fonts, spaces, dollar signs),
+"and", "or" and `\quad` between numbers become commas, and words next to numbers become the words of a quantity: "3
+hours 20 minutes" is a list of two quantities, not a product of four symbols. exgrpo.train.reward.formulas parses the
 formulas.
 """
 
@@ -34,8 +34,7 @@ _QUALIFIER = re.compile(
 )
 _POWERS_OF_TEN = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-_EXPONENT_OF_WHOLE = 16
-"""Python writes whole floats with an exponent from here on: 1e16."""
+_EXPONENT_OF_WHOLE = 16  # Python prints whole floats with an exponent from 1e16 on
 
 _Replacement = str | Callable[[re.Match[str]], str]
 
@@ -48,7 +47,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _scientific(match: re.Match[str]) -> str:
-    # A whole number of seventeen digits or more is what Python writes with an exponent; others were rounded by someone.
+    # Python prints whole numbers of 17 digits or more with an exponent; shorter ones with an exponent were rounded.
     exact = "." in match[1] or int(match[2]) >= _EXPONENT_OF_WHOLE
     return rf"{match[1]}{'' if exact else '.0'} \times 10^{{{match[2]}}}"
 
@@ -59,7 +58,7 @@ _REWRITINGS: list[tuple[re.Pattern[str], _Replacement]] = [
         (r"(?<![\w)}\]])\*\*([^*]+)\*\*(?![\w(])", r"\1"),
         (r"^[*\s]+|[*\s]+$", ""),
         (r"\\\\\[[^\]]*\]", r"\\\\"),  # the space between two rows of a matrix
-        # What is not seen, and how the rest looks.
+        # Invisible parts, fonts and colours.
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\[hv]space\*?\s*\{[^{}]*\}", r"\\quad "),
         (r"\\(?:text)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}", ""),
@@ -108,7 +107,7 @@ _REWRITINGS: list[tuple[re.Pattern[str], _Replacement]] = [
         (r"\\q?quad(?![A-Za-z])", ", "),
         (r",(?:\s*,)+", ", "),
         (r"\s+", " "),
-        # A set that is given by a condition.
+        # A set defined by a condition.
         (r"^\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\?\||\\mid|\\[lr]?vert|:)\s*(.+)\\\}$",
          r"\2"),
     )
@@ -136,47 +135,47 @@ _CONDITION = re.compile(rf"^(?:{TEXT}\{{\s*(?:if|for|when)\s*\}}|(?:if|for|when)
 
 @dataclass(frozen=True)
 class Decimal:
-    """A number written in digits."""
+    """A number in digits."""
 
     value: Fraction
     unit: Fraction
-    """Worth of one unit of the last digit that is written."""
+    """Value of one unit of its last digit."""
     digits: int
-    """Number of significant digits that are written."""
+    """Number of significant digits."""
     rounded: bool
-    """True if it has decimals that may stand for more of them: "20.39", "4.5e33" and "3e8", but not "142.0"."""
+    """True if it may be rounded: "20.39", "4.5e33" and "3e8", but not "142.0"."""
     scientific: bool
-    """True if it is written with a power of ten."""
+    """True if it has a power of ten."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The content of a box, or a gold answer, as it is understood."""
+    """Parsed content of a box, or a parsed gold answer."""
 
     latex: str
-    """For the parser; without words, currency and percent sign."""
+    """Formula without words, currency and percent sign."""
     percent: bool = False
     base: str = ""
-    """Index of "52_8"; "" without one."""
+    """Subscript of "52_8"; "" without one."""
     modulus: str = ""
     """"3" of "1 (mod 3)"; "" without one."""
     words: str = ""
-    """`canonical` words beside the number, such as "hour"; beside no number, the answer itself."""
+    """`canonical` words of the number, such as "hour"; without a number, the answer itself."""
     binding: bool = False
-    """True if the words change the meaning of the number, so that they may not be left out: "or more"."""
+    """True if the words change the meaning of the number, so that they cannot be dropped: "or more"."""
     terms: tuple["Written", ...] = ()
-    """Several quantities, each with words of its own: "3 hours 20 minutes"; the other fields are then not used."""
+    """Several quantities with their own words: "3 hours 20 minutes"; the other fields are then unused."""
     ordered: bool = False
     """True if the order of the terms counts."""
 
     @property
     def key(self) -> str:
-        """Equal for answers that are written alike, up to spaces and braces that change nothing."""
+        """Formula without spaces and braces that change nothing, equal for answers with the same notation."""
         return re.sub(r"(?<=[_^])\{(\w)\}", r"\1", re.sub(r"(?<!\d) | (?!\d)", "", self.latex))
 
     @functools.cached_property
     def decimal(self) -> Decimal | None:
-        """The number, if it is no more than that ("5", "x = 5", "4.5 \\times 10^{33}")."""
+        """Number, if the answer is nothing else ("5", "x = 5", "4.5 \\times 10^{33}")."""
         match = _DECIMAL.fullmatch(_NAME.sub("", self.latex, count=1).strip())
         if match is None or len(match[2]) > 1000:
             return None
@@ -189,18 +188,18 @@ class Written:
 
     @property
     def relation(self) -> bool:
-        """True if it is an equation, an inequality or the like."""
+        """True for an equation, an inequality or the like."""
         return _RELATION.search(self.latex) is not None
 
     @functools.cached_property
     def expression(self) -> Any:
-        """The sympy object, None when it cannot be read."""
+        """Sympy object, None if it cannot be parsed."""
         return None if _SIDE_BY_SIDE.search(self.latex) or _WORDS_BETWEEN.search(self.latex) else parse(self.latex)
 
 
 @functools.lru_cache(maxsize=8192)
 def understand(content: str) -> Written:
-    """Take apart the content of a box; the group of rollouts of one question meets the same ones again and again."""
+    """Parse the content of a box; cached, since the answers of one question repeat."""
     latex = content.translate(_CHARACTERS).strip()
     for pattern, replacement in _REWRITINGS:
         latex = pattern.sub(replacement, latex)
@@ -215,12 +214,12 @@ def understand(content: str) -> Written:
 
 
 def qualified(words: str) -> bool:
-    """True if `words` beside a number change what it says ("less than", "or", "million"), unlike a unit."""
+    """Return True if `words` change the meaning of a number ("less than", "or", "million"), unlike a unit."""
     return _QUALIFIER.search(words) is not None
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the one opened just before `start`."""
+    """Return the index of the brace that closes the one opened just before `start`, None without one."""
     depth = 1
     for token in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(token.group(), 0)
@@ -236,7 +235,7 @@ def _without_braces(latex: str) -> str:
 
 
 def _cases(body: str) -> Written:
-    """Functions by cases: rows of a value and its condition, in any order."""
+    """Parse a function by cases: rows of a value and its condition, in any order."""
     rows = [[_CONDITION.sub("", cell.strip()) for cell in row.split("&")] for row in body.split(r"\\") if row.strip()]
     rows = [[cell for cell in row if cell] for row in rows]
     if all(len(row) == 1 for row in rows):
@@ -248,7 +247,7 @@ def _cases(body: str) -> Written:
 
 @dataclass(frozen=True)
 class _Term:
-    """A number or formula with the words before and behind it."""
+    """A number or formula with the words before and after it."""
 
     lead: str = ""
     math: str = ""
@@ -292,7 +291,7 @@ def _segments(found: Iterable[Piece]) -> list[list[Piece]]:
 
 
 def _terms(segment: Sequence[Piece]) -> list[_Term]:
-    """Words belong to the number before them, unless all numbers of a segment stand behind words of their own."""
+    """Attach words to the number before them, or to the number after if every number of the segment follows words."""
     labels = segment[0].kind == "words" and segment[-1].kind == "math"
     terms: list[_Term] = []
     lead = ""

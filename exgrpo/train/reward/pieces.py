@@ -1,7 +1,7 @@
-r"""An answer's mathematics and the words between: "3\text{ hours }20\text{ minutes}" has four pieces.
+r"""Split an answer into formulas and the words between them: "3\text{ hours }20\text{ minutes}" has four pieces.
 
-Letters without a \text around them are words where no formula would have them: "12 chickens and 8 rabbits", but not
-"2ab", "MR=SRMC" or "n mod 3".
+Letters without \text count as words where a formula would not have them: "12 chickens and 8 rabbits", but not "2ab",
+"MR=SRMC" or "n mod 3".
 """
 
 import re
@@ -20,10 +20,8 @@ _SHORT = frozenset(
 )  # fmt: skip
 _CAPITALS = frozenset(("AD", "AM", "BC", "BCE", "CE", "PM", "USD", "EUR", "GBP"))
 _HALVES = frozenset(("am", "pm"))
-_SEEN = 200
-"""Characters of a formula that are looked back at."""
-_LONG = 4
-"""Letters from which on a word is no product of symbols."""
+_SEEN = 200  # characters of the formula so far that are matched backwards
+_LONG = 4  # letters from which on a word is not a product of symbols
 _TOKEN = re.compile(
     rf"(?P<text>{TEXT}\{{(?P<content>[^{{}}]*)\}}(?P<power>\s*\^\s*(?:\{{\s*-?\d+\s*\}}|\d))?)"
     r"|(?P<open>\\begin\s*\{\w+\*?\}|\\?\{|[(\[])|(?P<close>\\end\s*\{\w+\*?\}|\\?\}|[)\]])"
@@ -55,9 +53,9 @@ class Piece(NamedTuple):
     """A part of an answer.
 
     Attributes:
-        kind: a formula, words, or what separates two answers (text is then empty).
-        text: as it is written.
-        droppable: True if words may be the unit of the number before them, which an answer may do without.
+        kind: a formula, words, or a separator of two answers (text is then empty).
+        text: the part verbatim.
+        droppable: True if the words may be the unit of the number before them, which an answer may omit.
     """
 
     kind: Literal["math", "words", "separator"]
@@ -69,7 +67,7 @@ _SEPARATOR = Piece("separator")
 
 
 def pieces(latex: str) -> list[Piece]:
-    """Return the parts of an answer outside of all brackets, in their order."""
+    """Return the parts of an answer outside all brackets, in order."""
     found: list[Piece] = []
     math = ""
     for piece in _read(_LEADING.sub("", latex)):
@@ -87,13 +85,13 @@ def pieces(latex: str) -> list[Piece]:
 
 
 def _shortest_words(piece: Piece) -> list[Piece]:
-    """Beside other words, three letters behind a number are a word as well: "5 blue and 3 red"."""
+    """Count three letters after a number as a word if there are other words: "5 blue and 3 red"."""
     match = _NUMBER_AND_WORD.fullmatch(piece.text) if piece.kind == "math" else None
     return [Piece("math", match[1]), Piece("words", match[2], droppable=False)] if match else [piece]
 
 
 def _read(latex: str) -> Iterator[Piece]:
-    """Pieces of which neighbouring formulas are still to be joined."""
+    """Yield pieces; adjacent formulas are not yet joined."""
     order, digits = ORDER.search(latex) is not None, re.search(r"\d", latex) is not None
     depth, position, math = 0, 0, ""
     while position < len(latex):
@@ -135,7 +133,7 @@ def _of_text(match: re.Match[str], math: str, *, order: bool) -> list[Piece]:
 
 
 def _words(text: str, *, droppable: bool, order: bool) -> Iterator[Piece]:
-    """The numbers, words and connectives in a text."""
+    """Yield the numbers, words and connectives of a text."""
     for start, part in enumerate(_CONNECTIVE.split(_LEADING.sub("", text))):
         if start % 2:
             yield Piece("math", r" \lor " if part == "or" else r" \land ") if order else _SEPARATOR
@@ -151,7 +149,7 @@ def _words(text: str, *, droppable: bool, order: bool) -> Iterator[Piece]:
 
 
 def _of_plain(match: re.Match[str], math: str, *, order: bool) -> tuple[list[Piece], str]:
-    """The pieces of letters without a \\text around them, and the text that they take."""
+    r"""Return the pieces of letters without \text, and the text that they consume."""
     text, latex, end = match[0], match.string, match.end()
     operator = _OPERATOR_BEHIND.match(latex, end)
     if math.rstrip()[-1:].isdigit() or math.rstrip()[-1:] in ("}", ")"):

@@ -1,4 +1,4 @@
-"""A pool of processes that grades answers under a hard time limit."""
+"""Pool of processes that grade answers under a hard time limit."""
 
 import math
 import multiprocessing
@@ -21,63 +21,61 @@ from exgrpo.train.reward.contract import Columns, Contract, Outcome
 from exgrpo.train.reward.names import AUTO, absolute, decisive_part_of, is_own
 from exgrpo.train.reward.worker import GIB, TOO_MUCH_KEPT, Bounds, Task, grade, start_report, start_worker
 
-_Call = tuple[Task, ...]
-"""The answers that a grading process takes together; of most rewards one."""
+_Call = tuple[Task, ...]  # answers that a process grades together; one for most rewards
 
-# pebble measures time limits by the clock of the day: where that is set forward, all answers in flight would be over
-# their limit, and be worth 0.
+# pebble measures time limits with the wall clock: if it were set forward, all answers in flight would time out and be
+# worth 0.
 of_pebble.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)
 
 START_SECONDS = 300.0
-_OPTIONS = ("workers", "time_limit", "concurrency", "parts", "memory_gib", "network", "form")
-"""Of a `RewardConfig`."""
-_MOST_BREAKS = 3
-"""Of pools, before one answer is graded."""
+_OPTIONS = ("workers", "time_limit", "concurrency", "parts", "memory_gib", "network", "form")  # of `RewardConfig`
+_MOST_BREAKS = 3  # broken pools before an answer counts as failed
 
 
 @dataclass(frozen=True)
 class Grades:
-    """What grading a list of N answers gave."""
+    """Result of grading a list of N answers."""
 
     reward: tuple[float, ...]
     """[N], in the order of the answers; 0.0 for those that timed out or failed."""
     timed_out: int
-    """How many of the N answers hit the time limit."""
+    """Number of answers that exceeded the time limit."""
     failed: int
-    """How many of the N answers made the reward raise, or its process die."""
+    """Number of answers for which the reward raised or its process died."""
     key: tuple[int, ...]
-    """[N] of the solution in each answer: equal for answers to a question that differ in form only, 63 bits of a hash.
-    0: it has none, or the answer timed out or failed."""
+    """[N] 63-bit hashes of the solutions: equal for answers to a question that differ only in form. 0: no key, or the
+    answer timed out or failed."""
     parts: tuple[Mapping[str, float], ...] = ()
-    """[N] the parts of each reward by name, without their weights; empty: no reward has any."""
+    """[N] unweighted parts of each reward by name; empty if no reward has parts."""
     failures: tuple[Failure, ...] = ()
-    """Those that timed out or failed, by kind."""
+    """Answers that timed out or failed, by kind."""
 
 
 class Grader:
-    """Grades answers with one or several rewards in `workers` processes; use it as a context manager or call close().
+    """Grade answers with one or several rewards in `workers` processes; a context manager, or call close().
 
-    Every answer gets `time_limit` seconds of its own, start-up excluded. One that exceeds them or whose process dies is
+    Every answer gets `time_limit` seconds, start-up excluded. An answer that exceeds them or whose process dies is
     worth 0 and counted; the others are unaffected, and the process is replaced. A batch has the time of its answers
-    together, and what happens to it happens to all of them. Only what blocks a process costs the asynchronous calls
-    beside it. Equal answers in one call are graded once. Processes are forked from a small server, never from this
-    (possibly multi-threaded) process, and import no torch unless a reward does. They write no core, and no file of
-    more than 1 GiB. Where all rewards are of this package they have no network, if the system (Linux) allows that.
+    together, and shares its fate. Concurrent asynchronous calls are affected only by what blocks their process. Equal
+    answers in one call are graded once. Processes are forked from a small server, never from this (possibly
+    multi-threaded) process, and import no torch unless a reward does. They write no core dump and no file above 1 GiB.
+    If all rewards are of this package they have no network, where the system (Linux) allows that.
 
     Args:
-        reward: name of the first reward, see `exgrpo.train.reward.names`.
-        others: those of further ones.
+        reward: name of the default reward, see `exgrpo.train.reward.names`.
+        others: names of further rewards.
         workers: number of processes.
         time_limit: seconds per answer.
-        concurrency: so many calls of an asynchronous reward are in flight in a process.
-        parts: weights of parts by name; 1 of those without.
-        memory_gib: GiB that a process may take for a call, and keep of all calls together; an answer that takes more
+        concurrency: calls of an asynchronous reward in flight per process.
+        parts: weights of parts by name; 1 for parts without one.
+        memory_gib: GiB that a process may allocate for a call, and keep over all calls; an answer that exceeds it
             fails.
-        network: whether functions of the user's own may use the network.
-        form: in which the rewards of this package look for the answer, see `exgrpo.train.reward.grading.FORMS`.
+        network: True if the user's functions may use the network.
+        form: form in which rewards of this package look for the answer, see `exgrpo.train.reward.grading.FORMS`.
 
-    Raises RewardError for a reward that cannot be resolved and GraderError when the processes do not start or cannot be
-    kept from the network as asked, both at construction.
+    Raises:
+        RewardError: a reward cannot be resolved.
+        GraderError: the processes do not start, or cannot be kept from the network as configured.
     """
 
     def __init__(
@@ -103,21 +101,21 @@ class Grader:
         self._contracts: dict[str, Contract] = {}
         self._closed = False
         self.offline = False
-        """Whether the processes cannot reach the network."""
+        """True if the processes have no network."""
         self._pool = self._start()
 
     @classmethod
     def of(cls, rewards: Iterable[str], options: Any, **changes: Any) -> Self:
-        """A grader with these rewards, at least one, and the options of a `RewardConfig`, some of them changed.
+        """Return a grader with these rewards (at least one) and the options of a `RewardConfig`, updated by `changes`.
 
-        Raises RewardError as the constructor does, and where a form is set that none of the rewards would read.
+        Raises RewardError as the constructor does, and if a form is set that none of the rewards would use.
         """
         names = list(dict.fromkeys(rewards))
         settings = {name: getattr(options, name) for name in _OPTIONS} | changes
         if settings["form"] != AUTO and all(map(is_own, names)):
             raise RewardError(
-                f"reward.form={options.form} tells the rewards of this package where the answer stands; "
-                f"{shown(names[0])} reads the whole response by itself: leave the option out"
+                f"reward.form={options.form} applies to the rewards of this package only, and {shown(names[0])} "
+                "always gets the whole response: leave the option out"
             )
         return cls(*names, **settings)
 
@@ -128,12 +126,12 @@ class Grader:
         self.close()
 
     def close(self) -> None:
-        """Stops the processes; unfinished grading is abandoned. May be called again."""
+        """Stop the processes and abandon unfinished grading; may be called again."""
         self._closed = True
         self._stop()
 
     def grade(self, answers: Sequence[tuple[str, str]]) -> Grades:
-        """Grades (response, gold) pairs with the first reward; blocks until all are graded.
+        """Grade (response, gold) pairs with the default reward; blocks until all are graded.
 
         Raises as `begin` and `Grading.finish` do.
         """
@@ -143,30 +141,30 @@ class Grader:
         return grading.finish()
 
     def begin(self) -> "Grading":
-        """Begin to grade answers that come one by one. Raises ValueError after close()."""
+        """Start grading answers that arrive one by one; raises ValueError after close()."""
         if self._closed:
             raise ValueError("the grader is closed")
         return Grading(self, self._rewards, self._default, self._form)
 
     def columns(self, reward: str) -> Columns:
-        """The columns of a row that one of the rewards takes."""
+        """Return the columns of a row that one of the rewards takes."""
         return self._contracts[self._rewards[reward]].columns
 
     def together(self, reward: str) -> int:
-        """How many answers a process takes at a time, of a reward by its absolute name."""
+        """Return the number of answers that a process grades at a time; `reward` is an absolute name."""
         return self._contracts[reward].together(self._concurrency)
 
     def schedule(self, call: _Call) -> "_Scheduled":
-        """Have answers graded in the background."""
+        """Submit a call to the pool."""
         seconds = self._contracts[call[0].reward].seconds(len(call), self._bounds.time_limit)
         try:
             future = self._pool.schedule(grade, args=(call, seconds), timeout=seconds)
-        except RuntimeError:  # the pool is broken: idle processes may be killed too
+        except RuntimeError:  # the pool is broken, as when an idle process was killed
             future = None
         return _Scheduled(self._pool, future, len(call))
 
     def schedule_again(self, scheduled: dict[_Call, "_Scheduled"]) -> None:
-        """Have the calls of pools that broke before they were graded, graded in a new one."""
+        """Resubmit the calls that were not graded before their pool broke to a new pool."""
         if not self._pool.active:
             self._stop()
             self._pool = self._start()
@@ -179,7 +177,7 @@ class Grader:
         self._pool.join()
 
     def cause(self, outcome: Outcome) -> str | None:
-        """Why an answer could not be graded; None: it was."""
+        """Return why an answer could not be graded, None if it was."""
         limit = self._bounds.time_limit
         return f"it took longer than reward.time_limit ({limit:g} s)" if outcome.timed_out else outcome.error
 
@@ -190,7 +188,7 @@ class Grader:
         outcomes: Sequence[Outcome],
         questions: Sequence[str],
     ) -> None:
-        """Raises RewardError for what is no reward or no key, and for other parts."""
+        """Raise RewardError for values that are no reward or no key, and for inconsistent parts."""
         for reward, task, outcome, question in zip(rewards, tasks, outcomes, questions, strict=True):
             if misuse := outcome.misuse or self._other_parts(reward, outcome):
                 returned, rule = misuse
@@ -209,7 +207,7 @@ class Grader:
             )
 
     def _other_parts(self, reward: str, outcome: Outcome) -> tuple[str, str] | None:
-        """What a reward returned where its parts are others than in its first answer; as `Outcome.misuse`."""
+        """Return a misuse, as `Outcome.misuse`, if the parts differ from those of the reward's first answer."""
         if outcome.timed_out or outcome.error is not None:
             return None
         names = frozenset(outcome.parts)
@@ -220,8 +218,8 @@ class Grader:
 
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
-        # Each process runs the main module again, as multiprocessing wants it, and the server has the imports of it
-        # ready. It must not have the module itself: runpy warns of that in a program that is run by `python -m`.
+        # multiprocessing runs the main module again in each process; the server preloads its imports. The main module
+        # itself must not be preloaded: runpy warns about that in a program started by `python -m`.
         context.set_forkserver_preload(["exgrpo.train.reward.worker", "math_verify", "exgrpo.train.run.startup_checks"])
         pool = ProcessPool(
             max_workers=self._workers,
@@ -249,10 +247,10 @@ class Grader:
 
 
 class Grading:
-    """Answers that are graded while more of them come; see `Grader.begin`.
+    """Answers that are graded while more arrive; see `Grader.begin`.
 
-    `add` may be called in a thread of its own; `finish`, which replaces broken processes, belongs into the one that
-    uses the grader otherwise.
+    `add` may be called in a thread of its own; `finish`, which replaces broken processes, must run in the thread that
+    otherwise uses the grader.
     """
 
     def __init__(self, grader: Grader, rewards: dict[str, str], default: str, form: str) -> None:
@@ -264,7 +262,7 @@ class Grading:
         self._names: list[str] = []
         self._questions: list[str] = []
         self._waiting: dict[str, list[Task]] = {}
-        """By reward the answers that wait until as many are there as a process takes together."""
+        """Answers by reward that wait for a full batch."""
         self._known: set[Task] = set()
         self._scheduled: dict[_Call, _Scheduled] = {}
 
@@ -276,10 +274,10 @@ class Grading:
         reward: str | None = None,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to grade one more answer with one of the grader's rewards; None: its first.
+        """Start grading one more answer with one of the grader's rewards; None: the default.
 
-        A message names the question, where it is given, or else the gold answer. Raises DataError where the reward
-        takes a column that is not among `columns`.
+        Messages name the question if given, else the gold answer. Raises DataError if the reward takes a column that is
+        not in `columns`.
         """
         name = self._default if reward is None else reward
         question = gold if question is None else question
@@ -296,7 +294,6 @@ class Grading:
                 self._send(task.reward)
 
     def _taken(self, reward: str, columns: Mapping[str, Any] | None, question: str) -> bytes:
-        """The columns that a reward takes, pickled; empty: none."""
         try:
             taken = self._grader.columns(reward).of(columns or {})
         except DataError as error:
@@ -308,7 +305,7 @@ class Grading:
         self._scheduled[call] = self._grader.schedule(call)
 
     def _outcomes(self, call: _Call) -> list[Outcome]:
-        """What a call gives; where its pool breaks, it is graded in another one."""
+        """Return the outcomes of a call, resubmitting it if its pool breaks."""
         for _ in range(_MOST_BREAKS):
             found = self._scheduled[call].outcomes()
             if found is not None:
@@ -317,10 +314,10 @@ class Grading:
         return [Outcome(error="the grading processes died at once")] * len(call)
 
     def finish(self) -> Grades:
-        """What all answers are worth, in the order of `add`; blocks until all are graded.
+        """Return the grades of all answers in the order of `add`; blocks until all are graded.
 
-        Raises RewardError where a reward returns something other than a finite number within +-LARGEST_REWARD or a
-        mapping of names to them, or other names than before, or a key function something other than a text.
+        Raises RewardError if a reward returns something other than a finite number within +-LARGEST_REWARD or a mapping
+        of names to such numbers, or other names than before, or if a key function does not return a text.
         """
         for reward in list(self._waiting):
             self._send(reward)
@@ -344,7 +341,7 @@ class Grading:
 
 
 def _wait(pool: ProcessPool, future: Future, seconds: float = math.inf) -> None:
-    """Until the future is done, or its pool broken, which may leave it undone, or the seconds are over."""
+    """Wait until the future is done, its pool is broken (which may leave the future pending), or `seconds` are over."""
     end = time.monotonic() + seconds
     while not future.done() and pool.active and time.monotonic() < end:
         wait([future], timeout=1.0)
@@ -352,14 +349,14 @@ def _wait(pool: ProcessPool, future: Future, seconds: float = math.inf) -> None:
 
 @dataclass(frozen=True)
 class _Scheduled:
-    """A call with `size` answers that a pool grades in the background; one that is broken does not."""
+    """A call with `size` answers submitted to a pool."""
 
     pool: ProcessPool
     future: Future | None
     size: int
 
     def outcomes(self) -> list[Outcome] | None:
-        """[size] waits for them; None when the pool broke before they were graded."""
+        """Wait for the [size] outcomes; None if the pool broke before they were graded."""
         if self.future is None:
             return None
         _wait(self.pool, self.future)

@@ -1,7 +1,7 @@
-r"""The reward of questions of reasoning-gym: the package's own verifier, on the answer in the response.
+r"""Reward of reasoning-gym questions: the package's own verifier, applied to the answer in the response.
 
-The answer is what the last <answer> tags hold of what follows the last "</think>", as the package itself has it. Where
-there are none it is the last \boxed{...} of that, else all of it, stripped.
+The answer is the content of the last <answer> tags after the last "</think>", as in the package itself; without tags
+the last \boxed{...} of that text, else the whole of it, stripped.
 """
 
 import ast
@@ -17,28 +17,28 @@ with needs(__name__, "exgrpo[tasks]"):
 
 
 def reward(response: str, gold: str) -> float:
-    """What the verifier of the question's data set gives the answer: 1 for a right one, some give less to others.
+    """Return the score of the verifier of the question's data set: 1 for a right answer; some give partial credit.
 
     Args:
-        response: of the model.
-        gold: as exgrpo.train.data.gym writes it.
+        response: the model's response.
+        gold: gold answer in the format of exgrpo.train.data.gym.
     """
     kept = json.loads(gold)
     data_set = _data_set(kept["data_set"], json.dumps(kept["arguments"]))
     entry = ast.literal_eval(kept["entry"])
     try:
         return float(data_set.score_answer(answer(response), entry))
-    except Exception:  # some verifiers raise at an answer that they cannot read
+    except Exception:  # some verifiers raise for answers that they cannot parse
         return 0.0
 
 
 def reward_key(response: str, gold: str) -> str:
-    """The answer, with every run of white space as one space."""
+    """Return the answer with each run of white space replaced by one space."""
     return " ".join(answer(response).split())
 
 
 def answer(response: str) -> str:
-    """The answer in a response; "" where there is none."""
+    """Return the answer in a response; "" if it is empty."""
     text = response.rpartition(END_OF_THINKING)[2]
     for found in (tagged_answer(text), boxed_answer(text)):
         if found is not None:

@@ -1,7 +1,7 @@
-r"""Words beside a number: "cm", "apples", "square inches", "km per hour".
+"""Normalise the words of a quantity: "cm", "apples", "square inches", "km per hour".
 
-Two numbers with words are compared only where the words mean the same: the same words, or units of one quantity, which
-are converted ("3 hours" and "180 minutes"). A word that is no known unit is a quantity of its own.
+Two numbers with words are compared only if the words are the same, or units of one quantity, which are converted ("3
+hours" and "180 minutes"). A word that is no known unit is a quantity of its own.
 """
 
 import functools
@@ -39,25 +39,24 @@ _TABLE: dict[str, dict[str, Fraction | int]] = {
     "electronvolt": {"ev": 1, "kev": 1000, "mev": 10**6, "gev": 10**9},
     "pressure": {"pa pascal": 1, "kpa kilopascal": 1000},
 }  # fmt: skip
-"""By quantity: the names of a unit, and its size in the base unit of the quantity."""
+"""Names and sizes of units, in the base unit of each quantity."""
 _UNITS = {
     name: (quantity, Fraction(size))
     for quantity, units in _TABLE.items()
     for names, size in units.items()
     for name in names.split()
 }
-_SYMBOLS = {"mol", "erg", "cal", "kcal", "atm", "mph", "kmh"}
-"""Units that are not converted."""
+_SYMBOLS = {"mol", "erg", "cal", "kcal", "atm", "mph", "kmh"}  # units that are not converted
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _WORD = re.compile(r"([^\s/^]+)(?:\s*\^\s*\{?\s*(-?\d{1,3})\s*\}?)?|/")
 
 
 class Measure(NamedTuple):
-    """The meaning of the words beside a number.
+    """Physical meaning of the words of a number.
 
     Attributes:
-        quantity: the powers of base quantities, such as {("length", 1), ("time", -1)}.
-        factor: size of the unit, in the base units of that quantity.
+        quantity: powers of base quantities, such as {("length", 1), ("time", -1)}.
+        factor: size of the unit in the base units of that quantity.
     """
 
     quantity: frozenset[tuple[str, int]]
@@ -66,7 +65,7 @@ class Measure(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def measure(words: str) -> Measure:
-    """Return the meaning of words that `canonical` has given."""
+    """Return the meaning of words normalised by `canonical`."""
     powers: dict[str, int] = {}
     factor, sign, before = Fraction(1), 1, 1
     last = ""
@@ -92,13 +91,13 @@ def measure(words: str) -> Measure:
 
 
 def is_unit(word: str) -> bool:
-    """True if a word without spaces is a unit of measurement, in any number: "cm", "Hours"."""
+    """Return True if a word without spaces is a unit of measurement, singular or plural: "cm", "Hours"."""
     word = _singular(word.lower())
     return word in _UNITS or word in _SYMBOLS
 
 
 def canonical(words: str) -> str:
-    """Return words in lower case and in the singular, without full stops: "Hours" and "hour" are the same."""
+    """Return words in lower case and singular, without full stops: "Hours" becomes "hour"."""
     text = re.sub(r"(?<=[A-Za-z])\.|[~\\{}$]|\*\*", lambda match: "" if match[0] == "." else " ", words).lower()
     text = re.sub(r"^[\s:.,;!]+|[\s:.,;!]+$", "", text)
     return re.sub(r"[^\W\d_]+", lambda word: _singular(word[0]), " ".join(text.split()))

@@ -1,6 +1,6 @@
-"""A grading process: it loads rewards and grades answers, one after the other or several in a call.
+"""Grading process: load rewards and grade answers, one by one or several per call.
 
-What it may take of the machine is bounded as far as the system (Linux) sets bounds.
+Its use of the machine is limited as far as the system (Linux) supports limits.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from exgrpo.train.reward.names import Key, Reward, is_own, resolve_key, resolve_
 
 GIB = 2**30
 FILE_BYTES = GIB
-"""No file of a grading process becomes longer."""
-_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # of unshare(2)
+"""Largest file that a grading process may write."""
+_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # flags of unshare(2)
 
 TOO_MUCH_KEPT = 86
-"""Exit status of a process that keeps more memory between calls than one of them may take."""
+"""Exit status of a process that keeps more memory between calls than one call may allocate."""
 _ONE_EACH = "a batched reward returns a sequence with one reward for each answer"
 
 
 class Task(NamedTuple):
-    """An answer to be graded; crosses process borders.
+    """An answer to grade; pickled between processes.
 
     Attributes:
-        reward: the name by which it was loaded.
-        response: of the model; the part on which the grade depends.
-        gold: the right answer.
-        columns: those of the row that the reward takes, pickled so that equal answers are known; empty: none.
+        reward: name by which the reward was loaded.
+        response: part of the model's response on which the grade depends.
+        gold: the gold answer.
+        columns: columns that the reward takes, pickled so that equal answers are detected; empty: none.
     """
 
     reward: str
@@ -47,18 +47,18 @@ class Task(NamedTuple):
     columns: bytes = b""
 
     def arguments(self) -> dict[str, Any]:
-        """The columns by name."""
+        """Return the columns by name."""
         return pickle.loads(self.columns) if self.columns else {}
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a grading process may do; crosses process borders.
+    """Limits of a grading process; pickled between processes.
 
     Attributes:
         time_limit: seconds per answer.
-        memory: bytes that a call may take.
-        network: whether functions of the user's own may use the network; those of the package never do.
+        memory: bytes that a call may allocate.
+        network: True if the user's functions may use the network; those of the package never may.
     """
 
     time_limit: float
@@ -68,7 +68,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A reward in this process, with its key function, and the file of its module."""
+    """A reward with its key function and the file of its module."""
 
     function: Reward
     key: Key | None
@@ -92,18 +92,18 @@ class _Worker:
     bounds: Bounds = Bounds(0.0, 0, network=True)
     offline: bool = False
     first_data: int = 0
-    """Bytes that it had when it had started."""
+    """Bytes in use after start-up."""
     weights: Mapping[str, float] = field(default_factory=dict)
     loop: asyncio.Runner = field(default_factory=asyncio.Runner)
-    """One for all calls, since what an asynchronous reward keeps open belongs to its loop."""
+    """Event loop shared by all calls, since connections of an asynchronous reward belong to its loop."""
 
 
 _worker = _Worker()
 
 
 def start_worker(rewards: Sequence[str], bounds: Bounds, weights: Mapping[str, float]) -> None:
-    """Load the rewards; where that fails, `start_report` says why."""
-    # A process that hangs in C runs no Python handler: with the default action a signal ends it all the same.
+    """Load the rewards; a failure is returned by `start_report`."""
+    # A process that hangs in C runs no Python handler; the default action of a signal still ends it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _worker.bounds, _worker.weights = bounds, weights
@@ -114,7 +114,7 @@ def start_worker(rewards: Sequence[str], bounds: Bounds, weights: Mapping[str, f
         _worker.problem = error
     for name, loaded in _worker.rewards.items():
         if not is_own(name):
-            with suppress(Exception):  # imports and fills the caches of a parser; not every reward reads such a gold
+            with suppress(Exception):  # warms up imports and parser caches; some rewards reject this gold
                 loaded.function(r"</think>\boxed{\frac{1}{2}}", "0.5")
     _worker.first_data = data_bytes()
 
@@ -134,19 +134,19 @@ def _confine(rewards: Sequence[str], bounds: Bounds) -> None:
 
 
 def start_report() -> tuple[dict[str, Contract], bool] | Exception:
-    """How each reward is called and whether this process is offline; why a reward cannot be used, where that is so."""
+    """Return the contracts of the rewards and True if offline, or the exception if a reward cannot be used."""
     contracts = {name: loaded.contract for name, loaded in _worker.rewards.items()}
     return _worker.problem or (contracts, _worker.offline)
 
 
 def grade(tasks: Sequence[Task], seconds: float) -> list[Outcome]:
-    """Grades answers by one reward in a grading process, as many as it takes together.
+    """Grade answers with one reward in a grading process, as many as it takes together.
 
-    Whatever the reward does, this returns, or the process dies; it is killed after so many seconds. It also dies where
-    it keeps more memory than a call may take, so that nothing piles up.
+    Whatever the reward does, this returns or the process dies: it is killed after `seconds`. It also exits if it keeps
+    more memory than a call may allocate, so that leaks do not add up.
     """
     loaded = _worker.rewards[tasks[0].reward]
-    # Ends a hung process that nobody watches any more, because the process that owns the pool was killed.
+    # Ends a hung process whose pool is gone because the process that owns the pool was killed.
     signal.setitimer(signal.ITIMER_REAL, 2 * seconds + 10)
     try:
         with little_memory(_worker.bounds.memory):
@@ -169,7 +169,7 @@ def _graded(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
 
 def _batch(loaded: _Loaded, tasks: Sequence[Task]) -> list[Outcome]:
     rows = [task.arguments() for task in tasks]
-    # What only some rows have is optional, and left out of a call that it cannot be given to as a whole.
+    # A column that only some rows have is optional, and left out of a call in which a row lacks it.
     columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
     values: Any = loaded.function([task.response for task in tasks], [task.gold for task in tasks], **columns)
     try:
@@ -215,7 +215,7 @@ def _outcome(loaded: _Loaded, task: Task, value: Any) -> Outcome:
 
 
 def hashed(form: str) -> int:
-    """The key of a canonical form: 63 bits of its hash, the same in every process; 0 of an empty one alone."""
+    """Return the key of a canonical form: 63 bits of its hash, the same in every process; 0 only for an empty text."""
     if not form:
         return 0
     digest = blake2b(form.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -223,7 +223,7 @@ def hashed(form: str) -> int:
 
 
 def limit_files() -> None:
-    """Let this process write no file of more than `FILE_BYTES`, and none of its memory if it crashes."""
+    """Limit the files of this process to `FILE_BYTES` and turn core dumps off."""
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, FILE_BYTES)):
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -231,10 +231,10 @@ def limit_files() -> None:
 
 
 def leave_network() -> str:
-    """Let this process, which must have no other thread, reach no network any more; why not, where that fails.
+    """Cut this process, which must be single-threaded, off from the network; returns the reason on failure, else "".
 
-    It gets a network of its own, in which no device is up, and a user namespace, in which it keeps the number of its
-    user: in such a one everybody may make a network.
+    The process gets a network namespace without devices, and a user namespace that keeps its user id: in such a one
+    unprivileged users may create network namespaces.
     """
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -242,23 +242,23 @@ def leave_network() -> str:
         return "the system has no namespaces"
     if libc.unshare(_NEW_USER | _NEW_NETWORK):
         return os.strerror(ctypes.get_errno())
-    with suppress(OSError):  # without it the process has the number of nobody, and its rights all the same
+    with suppress(OSError):  # on failure the user id is that of nobody, with the same rights
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path(f"/proc/self/{name}").write_text(text)
     return ""
 
 
 def data_bytes() -> int:
-    """The writable memory of this process that it shares with none, as RLIMIT_DATA counts it."""
+    """Return the private writable memory of this process in bytes, as RLIMIT_DATA counts it."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 @contextmanager
 def little_memory(most: int) -> Iterator[None]:
-    r"""Let this process take at most so many bytes more: \boxed{9^{9^{9^9}}} would take all within the time limit.
+    r"""Limit this process to `most` more bytes: \boxed{9^{9^{9^9}}} would take all memory within the time limit.
 
-    RLIMIT_DATA counts memory that can be written, private and so the process's own. RLIMIT_AS also counts what is only
-    reserved or mapped from files, of which a reward that uses torch or CUDA has many GiB.
+    RLIMIT_DATA counts private writable memory. RLIMIT_AS also counts address space that is only reserved or mapped from
+    files, of which a reward that uses torch or CUDA has many GiB.
     """
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bounds = [bound for bound in (before, hard) if bound != resource.RLIM_INFINITY]

@@ -105,7 +105,7 @@ def test_a_row_gives_the_columns_that_are_asked_for():
     ("name", "message"),
     [
         ("both", "is asynchronous and batched: leave out one"),
-        ("batched", "must take .response, gold., and columns of the row as keyword arguments behind a [*]"),
+        ("batched", "must take .response, gold., and columns of the row as keyword-only arguments"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(mine, name, message):
