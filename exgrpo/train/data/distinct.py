@@ -1,4 +1,4 @@
-"""Rows that ask the same; it needs no package, since the trainers of others use it."""
+"""Detect rows that ask the same question; without dependencies, since the integrations use it."""
 
 import json
 import pickle
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def first_places(keys: Iterable[Hashable], seen: set[Hashable]) -> list[int]:
-    """Return the places of the first of each key that is not among `seen`, and add it there."""
+    """Return the positions of the first occurrence of each key not in `seen`, and add these keys to it."""
     places = []
     for place, key in enumerate(keys):
         if key not in seen:
@@ -17,5 +17,5 @@ def first_places(keys: Iterable[Hashable], seen: set[Hashable]) -> list[int]:
 
 
 def canonical(columns: Mapping[str, Any]) -> str:
-    """Return a text that is the same for equal columns of a row."""
+    """Return a text that is equal for equal columns of a row."""
     return json.dumps(columns, sort_keys=True, default=lambda value: pickle.dumps(value).hex()) if columns else ""

@@ -1,4 +1,4 @@
-"""Expressions of numbers with + - * / and brackets: read safely, computed exactly, written, brought to one form."""
+"""Arithmetic expressions with + - * / and brackets: parse safely, evaluate exactly, print, normalise."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST = 200
-"""Characters. A longer text is no expression, so that every function here is quick for any text."""
+"""Characters. Longer texts are rejected, so that every function here is fast for any text."""
 
 _SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"}
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
@@ -50,9 +50,9 @@ def combine(operator: str, left: Node, right: Node) -> Node | None:
 
 
 def parse(text: str) -> Node | None:
-    r"""Return the expression that the whole text is, None where it is none or divides by zero.
+    r"""Return the expression of a whole text, None if it is not one or divides by zero.
 
-    Numbers are 1 to 6 digits 0 to 9 without a sign. \times, \cdot, \div, ×, ·, ÷ and − are read as operations too.
+    Numbers have 1 to 6 digits 0 to 9 without a sign. \times, \cdot, \div, ×, ·, ÷ and − are read as operations too.
     """
     if len(text) > LONGEST:
         return None
@@ -67,7 +67,7 @@ def parse(text: str) -> Node | None:
 
 
 def _node(tree: ast.expr) -> Node | None:
-    """What Python has read; None where it is more than numbers and operations on two of them."""
+    """Convert a Python syntax tree; None if it has more than numbers and operations on two of them."""
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
         return Node(Fraction(tree.value))
     if not isinstance(tree, ast.BinOp) or type(tree.op) not in _OPERATORS:
@@ -77,7 +77,7 @@ def _node(tree: ast.expr) -> Node | None:
 
 
 def write(node: Node) -> str:
-    """Return the expression as text with the brackets that it needs, and spaces around operators."""
+    """Return the expression as text with only the necessary brackets, and spaces around operators."""
     if not (node.left and node.right):
         return str(node.value)
     rank = _PRECEDENCE[node.operator]
@@ -90,10 +90,10 @@ def write(node: Node) -> str:
 
 
 def key_of(node: Node) -> str:
-    """Return the one form of all expressions that differ by order, grouping or brackets of sums and of products.
+    """Return the canonical form of an expression, up to order, grouping and brackets of sums and of products.
 
-    It is an expression of the same numbers with the same value: what is added comes first, then what is subtracted,
-    each in the order of its text; what is multiplied comes before what is divided by.
+    It is an expression of the same numbers with the same value: added terms come first, then subtracted ones, each in
+    the order of their text; factors come before divisors.
     """
     terms = list(_parts(node, "+", "-"))
     if len(terms) == 1:
@@ -108,7 +108,7 @@ def _product_key(node: Node) -> str:
 
 
 def _parts(node: Node, direct: str, inverse: str) -> Iterator[tuple[bool, Node]]:
-    """Yield what a sum adds (a product multiplies), and, marked by true, what it subtracts (divides by)."""
+    """Yield the terms of a sum (factors of a product), with True for those subtracted (divided by)."""
     if node.left and node.right and node.operator in (direct, inverse):
         yield from _parts(node.left, direct, inverse)
         for turned, part in _parts(node.right, direct, inverse):

@@ -1,9 +1,9 @@
-"""Rows of question and answer from files, from a hub and from generators; `rows` reads each of them.
+"""Read rows of question and answer from files, a hub and generators.
 
 Files
     .jsonl: one object per line, empty lines skipped; .json: a list of objects, or one object per line; .parquet; .csv:
-    the first line names the columns, a comma, a semicolon or a tab separates cells, and an empty cell is no value. A
-    pattern (data/part-*.parquet) reads all its files in the order of their names.
+    the first line names the columns, a comma, a semicolon or a tab separates cells, and an empty cell is a missing
+    value. A pattern (data/part-*.parquet) reads all matching files in the order of their names.
 """
 
 import csv
@@ -27,13 +27,13 @@ from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REME
 from exgrpo.train.reward.contract import Columns
 
 TASKS = "exgrpo.train.data.tasks"
-"""A built-in task is a module here with generate(split, count, seed, **arguments) -> objects with a question and an
-answer. Its REWARD, where it has one, is the name of the reward of its questions."""
+"""Package of built-in tasks: modules with generate(split, count, seed, **arguments) -> objects with a question and an
+answer, and optionally REWARD, the name of the reward of their questions."""
 HELD_OUT_SEED = 0
-"""Of generated held-out questions, whatever the seed of a run: runs that differ in their seed have the same ones."""
+"""Seed of generated held-out questions, independent of the run's seed so that all runs have the same ones."""
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 DELIMITERS = ",;\t"
-"""What may stand between the cells of a CSV file."""
+"""Accepted separators of the cells of a CSV file."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?::[\w.-]+)?")
 _SHOWN_PROBLEMS = 5
@@ -55,7 +55,7 @@ def read_rows(
     names: Mapping[str, str] | None = None,
     reward: str | None = None,
 ) -> list[Row]:
-    """All rows of `source`, with these columns; see exgrpo.train.data.questions.load_questions for the rest."""
+    """Return all rows of `source` with these columns; arguments as in exgrpo.train.data.questions.load_questions."""
     rows = _rows(source, split, limit, seed, Reading(columns, names or {}))
     return rows if reward is None else [replace(row, reward=reward) for row in rows]
 
@@ -80,7 +80,7 @@ def _rows(source: str, split: str, limit: int | None, seed: int, reading: Readin
 
 
 def own_reward(source: str) -> str:
-    """Name of the reward that a source brings to its questions; "": none."""
+    """Return the name of the reward that a source brings to its questions; "": none."""
     if source.startswith(gym.PREFIX):
         return gym.REWARD
     task = _task(source) if source.startswith(PREFIX) else None
@@ -88,7 +88,7 @@ def own_reward(source: str) -> str:
 
 
 def from_hub(source: str) -> bool:
-    """Whether a source of questions is the name of a hub data set. Raises DataError for a missing file."""
+    """Return True if a source of questions is the name of a hub data set; raises DataError for a missing file."""
     return not _generated(source) and not local_files(source)
 
 
@@ -121,10 +121,10 @@ def _generated_rows(source: str, split: str, limit: int, seed: int, columns: Col
 
 
 def local_files(source: str) -> list[Path]:
-    """The files that `source` means, none if it is a hub name.
+    """Return the files that `source` means, none if it is a hub name.
 
     Raises:
-        DataError: there are none, and it is no such name; or it is a folder, or a file of another kind.
+        DataError: no file matches and it is no such name; or it is a folder, or a file of another kind.
     """
     path = Path(os.path.expanduser(source))
     with os_errors_as(DataError, f"{source} cannot be read"):
@@ -155,7 +155,7 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
         return datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         first, *others = str(error).strip().split("\n")
-        if not config and others and "config" in others[0]:  # the data set has several, which the second line names
+        if not config and others and "config" in others[0]:  # several configs, listed in the second line
             first = f"{cut(f'{first} {others[0]}', SHOWN)}: {name}:CONFIG names one"
         raise DataError(
             f"{source} is no file here, and split {split!r} of a hub data set of that name cannot be loaded: "
@@ -179,7 +179,7 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
     if path.suffix == ".json":
         try:
             whole = plain.parse_json(text)
-        except ValueError as error:  # of an object per line, too
+        except ValueError as error:  # also raised for a file with one object per line
             if text.lstrip().startswith("["):
                 raise DataError(f"{path}: not valid JSON: {shown(error)}") from error
         else:
@@ -190,13 +190,13 @@ def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
 def parquet_values(
     path: Path, columns: Callable[[list[str]], list[str]] = lambda names: names, rows: int = 8192, arrays: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file, some at a time.
+    """Yield the rows of a parquet file.
 
     Args:
         path: the file.
-        columns: of its columns those that are read.
-        rows: in memory at once.
-        arrays: lists of numbers stay arrays, for they may be long.
+        columns: selects the columns to read from all names.
+        rows: rows in memory at once.
+        arrays: keep lists of numbers as arrays, since they may be long.
 
     Raises:
         DataError: it cannot be read.
@@ -211,7 +211,7 @@ def parquet_values(
                 yield from (dict(zip(read, row, strict=True)) for row in zip(*cells, strict=True))
     except DataError:
         raise
-    except Exception as error:  # not of the format alone: of texts that are no UTF-8, of dates that Python lacks
+    except Exception as error:  # also for text that is not UTF-8, and dates outside Python's range
         raise DataError(f"{path}: cannot be read as parquet: {shown(error)}") from error
 
 
@@ -227,7 +227,7 @@ def _cells(column: Any, arrays: bool) -> list[Any]:
 
 
 def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
-    """Those of a table's columns that are read."""
+    """Return the columns of a table that are read."""
     usual = {*names, *reading.names}
     for wanted in (QUESTIONS, ANSWERS):
         if not usual.intersection(wanted):
@@ -246,7 +246,7 @@ def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
 
 
 def _delimiter(text: str, reading: Reading) -> str:
-    """What separates the cells: that by which the first line has most of the columns that are read, or most cells."""
+    """Return the delimiter with which the first line has the most known columns, or else the most cells."""
     known = {*COLUMNS, *reading.names.values()}
 
     def fit(delimiter: str) -> tuple[int, int]:
@@ -257,9 +257,9 @@ def _delimiter(text: str, reading: Reading) -> str:
 
 
 def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
-    # The module's limit of a cell holds for the whole process; long solutions and quotes without an end meet it.
+    # The csv module's cell limit is global to the process; long solutions and unclosed quotes exceed it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    # Without skipinitialspace the quotes of `"1 + 1, what is it?", "2"` would be a part of the answer.
+    # Without skipinitialspace the quotes in `"1 + 1, what is it?", "2"` would be part of the answer.
     records = csv.reader(
         io.StringIO(text, newline=""), delimiter=_delimiter(text, reading), strict=True, skipinitialspace=True
     )
@@ -291,7 +291,7 @@ def _parsed(values: Iterable[Any], place: str, source: str, reading: Reading) ->
 
 
 def _parsed_lines(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
-    # Not splitlines(): JSON text may hold U+2028 and the like, which end no line of the file.
+    # Not splitlines(): JSON text may contain U+2028 and the like, which do not end a line of the file.
     for line in jsonl.parsed(text.split("\n")):
         place = f"{path} line {line.number}"
         yield _BadRow(place, line.problem) if line.problem else _row(line.value, place, path.stem, reading)

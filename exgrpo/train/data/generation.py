@@ -1,4 +1,4 @@
-"""What the generators of built-in tasks share: splits without a common problem, and drawing different problems."""
+"""Shared parts of the generators of built-in tasks: disjoint splits, and sampling of different problems."""
 
 from collections.abc import Callable, Collection
 from hashlib import sha256
@@ -10,7 +10,7 @@ from exgrpo.train.common.errors import DataError, shown
 Split = Literal["pretrain", "train", "test"]
 
 DRAWS_PER_PROBLEM = 100
-"""A split has too few problems if this many draws on average do not find another one."""
+"""Average draws per problem after which a split counts as exhausted."""
 
 _TENTHS: dict[Split, range] = {"pretrain": range(5), "train": range(5, 8), "test": range(8, 10)}
 
@@ -18,7 +18,7 @@ P = TypeVar("P")
 
 
 def split_of_key(key: str) -> Split:
-    """Return the one split that the problem with this canonical form belongs to: a hash decides."""
+    """Return the split of the problem with this canonical form, decided by a hash."""
     tenth = int.from_bytes(sha256(key.encode()).digest()[:8], "big") % 10
     return next(split for split, tenths in _TENTHS.items() if tenth in tenths)
 
@@ -26,11 +26,10 @@ def split_of_key(key: str) -> Split:
 def different_problems(
     draw: Callable[[Random], P], key_of: Callable[[P], str], split: Split, count: int, seed: int
 ) -> list[P]:
-    """Return `count` problems of the split whose keys differ, the same ones for the same arguments.
+    """Return `count` problems of the split with different keys, deterministic in the arguments.
 
-    `draw` makes a problem of any split from the generator; `key_of` is its canonical form, by which problems are
-    compared and shared out over the splits. Raises DataError where there is no such split, or it has too few different
-    problems.
+    `draw` samples a problem of any split; `key_of` returns its canonical form, which identifies it and decides its
+    split. Raises DataError if the split does not exist or has too few different problems.
     """
     if split not in _TENTHS:
         raise DataError(f"there is no split {shown(split)}; there is {', '.join(_TENTHS)}")
@@ -52,6 +51,6 @@ def different_problems(
 
 
 def check_difficulty(difficulty: int, known: Collection[int]) -> None:
-    """Raise DataError where there is no such difficulty."""
+    """Raise DataError if the difficulty does not exist."""
     if difficulty not in known:
         raise DataError(f"difficulty is one of {', '.join(map(str, known))}, not {difficulty!r}")

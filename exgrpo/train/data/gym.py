@@ -1,15 +1,15 @@
 """Questions of the package reasoning-gym, by the names of its data sets: reasoning_gym:countdown?max_numbers=4.
 
 Splits
-    A data set is a function of a seed and an index. Each split has a seed of its own, from the run's seed and the name
-    of the split. Two seeds may still give one question, above all where there are few. So a hash of its text decides
-    the split that a question belongs to: train and test share no question, whatever the seeds, the arguments and the
-    limits are. Within a split, a question comes once.
+    A data set is a function of a seed and an index. Each split has its own seed, derived from the run's seed and the
+    name of the split. Two seeds may still give the same question, above all in small data sets. So a hash of its text
+    decides the split of a question: train and test share no question, whatever the seeds, arguments and limits. Within
+    a split, every question is unique.
 
 Process
-    Some data sets walk through sets of texts, whose order differs from process to process. All ranks must have the same
-    questions, and so must a run that goes on: they are made in a process with a fixed order. It is this module as a
-    program: an order as JSON on standard input, the reply in its last line.
+    Some data sets iterate over sets of texts, whose order differs between processes. All ranks and a resumed run need
+    the same questions, so a process with a fixed hash seed makes them. It runs this module as a program: the request is
+    JSON on standard input, the reply the last line of the output.
 """
 
 import dataclasses
@@ -29,24 +29,22 @@ from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.sources import checked, split_arguments
 
 PREFIX = "reasoning_gym:"
-"""Begins the name of a source."""
+"""Prefix of a source's name."""
 REWARD = "exgrpo.train.reward.reasoning_gym:reward"
 SPLITS = {"train": range(8), "test": range(8, 10)}
-"""The tenths of all questions that are in a split."""
+"""Tenths of all questions in each split."""
 
 _ROOT = Path(__file__).parents[3]
 _OWN = ("seed", "size")
-_DRAWS = 50
-"""Draws for each question that is asked for, at most."""
-_PATIENCE = 2000
-"""After so many draws without a new question there is none."""
+_DRAWS = 50  # largest number of draws per requested question
+_PATIENCE = 2000  # draws without a new question after which there is none
 
 
 def read_gym(source: str, split: str, count: int, seed: int) -> list[tuple[str, str]]:
-    """[count] different questions of a split with what their verifier needs, the same ones for the same arguments.
+    """Return [count] different questions of a split with the data for their verifier, deterministic in the arguments.
 
     Raises:
-        DataError: the package is missing; there is no such data set, argument or split; the arguments contradict each
+        DataError: the package is missing; the data set, argument or split does not exist; the arguments contradict each
             other; or there are too few different questions.
     """
     place, arguments = split_arguments(source)
@@ -69,12 +67,12 @@ def read_gym(source: str, split: str, count: int, seed: int) -> list[tuple[str, 
 
 
 def in_split(question: str, split: str) -> bool:
-    """Whether a question, by its text, belongs to a split."""
+    """Return True if a question, by its text, belongs to a split."""
     return int.from_bytes(sha256(question.encode("utf-8", "surrogatepass")).digest()[:8], "big") % 10 in SPLITS[split]
 
 
 def _made(source: str, order: dict[str, Any]) -> dict[str, Any]:
-    # As this process finds the project, but not in the working directory: a file there may have the name of a module.
+    # Without the working directory (-P): a file there may have the name of a module.
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-P", "-m", "exgrpo.train.data.gym"],
@@ -91,7 +89,7 @@ def _made(source: str, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(order: dict[str, Any]) -> list[tuple[str, str]]:
-    """The questions of an order of `read_gym`, with their gold answers."""
+    """Return the questions requested by `read_gym`, with their gold answers."""
     name, split, count = order["name"], order["split"], order["count"]
     kind, config = _data_set(name)
     arguments = checked(name, order["arguments"], _parameters(config))
@@ -120,13 +118,13 @@ def _entries(data_set: Any, count: int) -> Iterator[dict[str, Any]]:
     for index in range(count):
         try:
             entry = data_set[index]
-        except Exception as error:  # of arguments that its own check lets pass
+        except Exception as error:  # arguments that pass the package's own check
             raise DataError(f"reasoning-gym fails: {type(error).__name__}: {shown(error)}") from None
         yield entry
 
 
 def _data_set(name: str) -> tuple[Any, Any]:
-    """The class of a data set, and that of its configuration."""
+    """Return the class of a data set and the class of its configuration."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -139,25 +137,25 @@ def _data_set(name: str) -> tuple[Any, Any]:
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    """The arguments that a configuration takes, with their types."""
+    """Return the arguments of a configuration with their types."""
     try:
         types = typing.get_type_hints(config)
-    except Exception:  # an annotation that does not resolve is not checked
+    except Exception:  # unresolvable annotations are not checked
         types = {}
     names = [field.name for field in dataclasses.fields(config) if field.init and field.name not in _OWN]
     return {name: types.get(name, Any) for name in names}
 
 
 def _gold(name: str, arguments: dict[str, Any], entry: dict[str, Any]) -> str:
-    """What `exgrpo.train.reward.reasoning_gym` reads."""
-    # A literal of Python, since verifiers tell tuples from lists, and have keys that are numbers.
+    """Return the gold answer that `exgrpo.train.reward.reasoning_gym` parses."""
+    # A Python literal, since verifiers distinguish tuples from lists and use numbers as keys.
     kept = {"data_set": name, "arguments": arguments, "answer": entry["answer"], "entry": repr(_plain(entry))}
     return json.dumps(kept, default=str, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
-    """A value of types that a literal may have."""
-    if hasattr(value, "tolist"):  # of NumPy
+    """Convert a value to types that a Python literal can express."""
+    if hasattr(value, "tolist"):  # NumPy
         return value.tolist()
     if isinstance(value, dict):
         return {_plain(key): _plain(inner) for key, inner in value.items()}
@@ -165,12 +163,12 @@ def _plain(value: Any) -> Any:
         kind = tuple if isinstance(value, tuple) else list if isinstance(value, list) else set
         return kind(_plain(inner) for inner in value)
     if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration its text
+        return str.__str__(value)  # the text of an enum member
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def main() -> None:
-    """Read an order, reply."""
+    """Read a request and print the reply."""
     reply: dict[str, Any]
     try:
         reply = {"questions": make(json.load(sys.stdin))}

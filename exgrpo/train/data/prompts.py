@@ -1,4 +1,4 @@
-"""From the text of a question to the token ids of its prompt."""
+"""Convert questions to token ids of prompts."""
 
 import string
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from exgrpo.train.data.rows import Message, Row
 
 
 class NamedPrompt(NamedTuple):
-    """A prompt that models of others are trained with.
+    """A prompt with which other projects train.
 
     Attributes:
-        text: what the user says last, as `PromptFormat.prompt_format`.
+        text: the last user message, as `PromptFormat.prompt_format`.
         system: the system message; None: none.
     """
 
@@ -43,19 +43,19 @@ PROMPTS = {
         "following format: <think>\n...\n</think>\n<answer>\n...\n</answer>",
     ),
 }
-"""By the names that data.prompt_format may have in the place of a text. The texts are those that the projects use."""
+"""Prompts by the names that data.prompt_format accepts in place of a text; verbatim from these projects."""
 
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How the questions of a data set become prompts.
+    r"""Conversion of the questions of a data set to prompts.
 
     Attributes:
         max_prompt_tokens: longer prompts are left out.
-        chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes
-            the text as it is, with the special tokens that the tokenizer puts before a text.
-        prompt_format: what the user says last, with {question} in it; literal braces are doubled, as in str.format.
-        system_prompt: the system message of every chat.
+        chat: True renders the tokenizer's chat template with its generation prompt. False, for base models, encodes the
+            plain text after the special tokens that the tokenizer puts before a text.
+        prompt_format: last user message, with {question} in it; literal braces are doubled, as in str.format.
+        system_prompt: system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
         answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
     """
@@ -69,22 +69,22 @@ class PromptFormat:
 
     @classmethod
     def of(cls, options: object, prompt_format: str | None = None) -> Self:
-        """The format that options with attributes of these names describe. Raises DataError as `check` does.
+        """Return the format described by options with attributes of these names; raises DataError as `check` does.
 
         Args:
-            options: they.
-            prompt_format: in the place of theirs; None: theirs.
+            options: object with the attributes.
+            prompt_format: replaces that of the options; None: no replacement.
         """
         given = {field.name: getattr(options, field.name) for field in fields(cls)}
         return cls(**(given if prompt_format is None else {**given, "prompt_format": prompt_format}))._named()
 
     @classmethod
     def of_source(cls, source: str, options: Any) -> Self:
-        """The format of the questions of one source, by such options and their `sources`."""
+        """Return the format of one source's questions from such options and their `sources`."""
         return cls.of(options, settings_of(source, options.sources).prompt_format)
 
     def _named(self) -> Self:
-        """This, with the texts of the prompt that it names; raises DataError where another system message is set."""
+        """Replace a named prompt by its texts; raises DataError if another system message is set."""
         if (named := PROMPTS.get(self.prompt_format)) is None:
             return self
         if named.system is None:
@@ -96,7 +96,7 @@ class PromptFormat:
         return replace(self, prompt_format=named.text, system_prompt=named.system)
 
     def check(self, tokenizer: Any) -> None:
-        """Whether these settings suit each other and the tokenizer.
+        """Check that these settings fit each other and the tokenizer.
 
         Raises:
             DataError: they do not; the message names the setting.
@@ -105,11 +105,11 @@ class PromptFormat:
         if self.chat and getattr(tokenizer, "chat_template", None) is None:
             raise DataError(
                 "the tokenizer has no chat template: use chat=False (for a base model), or give it one "
-                "(chat_template.jinja beside the tokenizer)"
+                "(chat_template.jinja in its folder)"
             )
 
     def check_settings(self) -> None:
-        """Whether these settings suit each other. Raises DataError as `check` does."""
+        """Check that these settings fit each other; raises DataError as `check` does."""
         if self.system_prompt is not None and self.keep_system:
             raise DataError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.chat and (self.system_prompt is not None or self.keep_system):
@@ -135,10 +135,10 @@ class PromptFormat:
             raise DataError(f"prompt_format {shown(text)}: {shown(error)}") from error
 
     def token_ids(self, rows: Sequence[Row], tokenizer: Any) -> list[list[int]]:
-        """[len(rows)] the token ids of each row's prompt.
+        """Return [len(rows)] the token ids of each row's prompt.
 
         Raises:
-            DataError: the chat template refuses the messages, or there is none and a question has several turns.
+            DataError: the chat template rejects the messages, or there is none and a question has several turns.
         """
         if self.chat:
             texts = _render([self.messages(row) for row in rows], tokenizer)
@@ -150,13 +150,13 @@ class PromptFormat:
         bare = list(tokenizer(texts, add_special_tokens=False)["input_ids"])
         if self.chat:  # the template writes the special tokens itself
             return bare
-        # Some tokenizers put an EOS token behind every text, and an answer would begin behind that.
+        # Some tokenizers append EOS to every text, and the answer would begin after it: keep only the leading tokens.
         first, (whole,) = bare[0], tokenizer(texts[:1], add_special_tokens=True)["input_ids"]
         before = next((start for start in range(len(whole)) if whole[start:][: len(first)] == first), 0)
         return [whole[:before] + ids for ids in bare]
 
     def messages(self, row: Row) -> list[dict[str, str]]:
-        """The conversation {role, content} of a row's prompt, which ends with the question."""
+        """Return the conversation {role, content} of a row's prompt, which ends with the question."""
         system = row.system if self.keep_system else self.system_prompt
         first = [] if system is None else [Message("system", system)]
         last = Message("user", self.prompt_format.format(question=row.question))
@@ -166,5 +166,5 @@ class PromptFormat:
 def _render(chats: list[list[dict[str, str]]], tokenizer: Any) -> list[str]:
     try:
         return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template may raise anything, and often does for a system message
+    except Exception as error:  # a template may raise anything, often for a system message
         raise DataError(f"the tokenizer's chat template refuses the messages: {shown(error)}") from error

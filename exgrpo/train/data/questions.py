@@ -1,4 +1,4 @@
-"""Questions with tokenised prompts and gold answers, from files, a hub or a generator."""
+"""Load questions with tokenised prompts and gold answers from files, a hub or a generator."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,46 +29,45 @@ class Question:
     index: int
     """Position in its set, 0..N-1."""
     prompt: tuple[int, ...]
-    """[P] token ids, the generation prompt included."""
+    """[P] token ids, including the generation prompt."""
     text: str
-    """The question as the data set words it, to show to people."""
+    """The question as the data set words it, for display."""
     gold: str
-    """The right answer."""
+    """The gold answer."""
     source: str
-    """The data set that the row names, else the stem of its file, the hub name or the name of the generator."""
+    """The row's data_source, else the stem of its file, the hub name or the name of the generator."""
     reward: str = ""
     """Name of the reward that its source brings; "": none."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Those of its row that a reward or an environment takes, by name."""
+    """Columns of its row that a reward or an environment takes, by name."""
     stop: tuple[str, ...] | None = None
-    """Strings that end an answer, of its source; None: those of the run."""
+    """Stop strings of its source; None: those of the run."""
 
     def stops(self, of_run: tuple[str, ...]) -> tuple[str, ...]:
-        """Strings that end an answer to it, by those of the run."""
+        """Return its stop strings; `of_run` are those of the run."""
         return of_run if self.stop is None else self.stop
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """The questions of one or several sources, in their order."""
+    """Questions of one or several sources, in order."""
 
     questions: tuple[Question, ...]
     """[N], N >= 1."""
     left_out: tuple[Question, ...] = ()
-    """Rows left out because their prompts are too long, with indices of their own; with a limit, among the rows up to
-    the last one taken."""
+    """Rows with too long prompts, with indices of their own; with a limit, only those before the last row taken."""
     beyond_limit: int = 0
-    """Rows after the last one taken, which the limit leaves out."""
+    """Number of rows after the last one taken, dropped by the limit."""
     parts: tuple[int, ...] = ()
-    """How many of the N come from each source, one source after the other; empty: there is one."""
+    """Numbers of questions from each source, in order; empty: there is one source."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """[S] how many of the N questions come from each source, one source after the other."""
+        """[S] numbers of questions from each source, in order."""
         return self.parts or (len(self.questions),)
 
     def first(self, count: int) -> list[Question]:
-        """`count` questions, or all there are: the first ones of every source, as many of each where it has them."""
+        """Return the first questions of every source, equally many of each if possible: `count`, or all."""
         ends = list(accumulate(self.sizes))
         turns = zip_longest(*(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True)))
         indices = (index for turn in turns for index in turn if index is not None)
@@ -119,21 +118,21 @@ def load_questions(
     reward: str | None = None,
     stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
-    """Loads questions and tokenises their prompts.
+    """Load questions and tokenise their prompts.
 
     Args:
         source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME or
-            reasoning_gym:NAME, both with arguments behind a "?" or without, or the name of a hub data set, "name" or
-            "name:config". exgrpo.train.data.files lists the row formats.
-        tokenizer: of transformers.
-        prompts: how questions become prompts.
-        split: of a hub, builtin or reasoning-gym data set; a file is taken whole.
-        limit: take the first so many rows whose prompts fit. What is generated needs it: how many.
-        seed: of the generated problems.
-        progress: show a progress bar while it lasts, where there is a terminal.
-        names: what a file or a hub data set calls its question, answer or solution.
+            reasoning_gym:NAME, both with optional arguments after a "?", or the name of a hub data set, "name" or
+            "name:config". exgrpo.train.data.rows lists the row formats.
+        tokenizer: a transformers tokenizer.
+        prompts: conversion of questions to prompts.
+        split: split of a hub, builtin or reasoning-gym data set; files are read whole.
+        limit: take the first so many rows whose prompts fit. Required for generators: the number of questions.
+        seed: seed of generated problems.
+        progress: show a progress bar on a terminal.
+        names: column names of the question, answer or solution in a file or a hub data set.
         reward: name of the reward of the questions; None: the one that the source brings.
-        stop: strings that end an answer to them; None: those of the run.
+        stop: stop strings of their answers; None: those of the run.
 
     Raises:
         NoPromptFitsError: no prompt fits.
@@ -155,14 +154,14 @@ def question_set(
     progress: bool = False,
     stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
-    """Tokenises the prompts of rows that are read already; see `load_questions`, which reads them too."""
+    """Tokenise the prompts of rows; arguments as in `load_questions`, which also reads them."""
     prompts.check(tokenizer)
     questions: list[Question] = []
     left_out: list[Question] = []
     ids: dict[int, int] = {}
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
-        shared = tuple(map(ids.setdefault, prompt, prompt))  # an int of its own for each token would take 32 bytes
+        shared = tuple(map(ids.setdefault, prompt, prompt))  # a separate int per token would take 32 bytes
         question = Question(len(among), shared, row.text, row.gold, row.source, row.reward, row.columns, stop)
         among.append(question)
         if len(questions) == limit:
@@ -187,7 +186,7 @@ def joined_questions(
     limit: int | None,
     progress: bool = False,
 ) -> QuestionSet:
-    """Tokenise the rows of each of several sources, of which one has some, and join them; see `load_questions`."""
+    """Tokenise the rows of several sources, at least one non-empty, and join them; see `load_questions`."""
     return joined(
         [
             question_set(
@@ -204,7 +203,7 @@ def joined_questions(
 
 
 def joined(sets: Sequence[QuestionSet]) -> QuestionSet:
-    """The questions of several sources, at least one, in one set with indices of its own."""
+    """Join the questions of at least one source into one set with its own indices."""
     if len(sets) == 1:
         return sets[0]
     questions = chain.from_iterable(of_source.questions for of_source in sets)
@@ -218,7 +217,7 @@ def joined(sets: Sequence[QuestionSet]) -> QuestionSet:
 
 
 def contradictions(questions: Iterable[Question]) -> str:
-    """One line about questions that rows give different answers, with the first of them; "" where there are none."""
+    """Return one line about questions whose rows have different answers, quoting the first; "" if there are none."""
     golds: dict[tuple[str, str], str] = {}
     found: dict[tuple[str, str], tuple[Question, str]] = {}
     for question in questions:
@@ -238,7 +237,7 @@ def contradictions(questions: Iterable[Question]) -> str:
 def _tokenised(
     rows: Sequence[Row], tokenizer: Any, prompts: PromptFormat, progress: bool
 ) -> Iterator[tuple[Row, list[int]]]:
-    """Every row with its token ids; a batch is tokenised when its first row is asked for."""
+    """Yield every row with its token ids, tokenising lazily in batches."""
     console = Console(stderr=True)
     shown = progress and console.is_terminal
     for start in track(range(0, len(rows), _BATCH), "Tokenising", console=console, transient=True, disable=not shown):

@@ -1,15 +1,15 @@
-r"""A row of question and answer, as a data set has it.
+r"""Parse a row of question and answer from a data set.
 
 {"prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth": ...}, "data_source": ...}: the last user
-message is the question, the first system message is kept apart.
+message is the question, the first system message is stored separately.
 {"question" or "problem": ..., "answer" or "solution": ...}: the question is a text, or a list of {role, content}
-messages, which are all asked: the last is the user's, and a system message, which is the first, is kept apart. The
-gold answer is what follows "####" in the last line of the answer, as in GSM8K, else the whole answer; where "####" is
-in another line, or begins a heading, the last \boxed{...} of the answer counts. Where only "solution" is given, it is
-read in the same way, and is no gold answer as a whole.
-A gold answer is a string, a number, or a list of one of them. A cell that is null or NaN, an empty text and a solution
-that marks no answer are read as "": the row has no gold answer. Other columns are for rewards that take them. What a
-data set calls its question, answer or solution can be said (data.columns), for the second form.
+messages, all of which enter the prompt: the last is the user's, and a system message, which must be the first, is
+stored separately. The gold answer is what follows "####" in the last line of the answer, as in GSM8K, else the whole
+answer; if "####" is in another line, or begins a heading, the last \boxed{...} of the answer counts. If only "solution"
+is given, it is read in the same way, but is no gold answer as a whole.
+A gold answer is a string, a number, or a list of one of them. A null or NaN cell, an empty text and a solution that
+marks no answer are read as "": the row has no gold answer. Other columns are passed to rewards that take them.
+data.columns names the question, answer or solution columns of the second form if they are called otherwise.
 """
 
 import math
@@ -24,11 +24,10 @@ from exgrpo.train.reward.grading import boxed_answer
 
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 QUESTIONS, ANSWERS = ("prompt", "question", "problem"), ("reward_model", "answer", "solution")
-"""Of which a row needs one each."""
+"""Alternative columns; a row needs one of each tuple."""
 NO_COLUMNS = Columns()
 ROLES = ("system", "user", "assistant")
-_BARE_BOX = re.compile(r"\\boxed\s*(-?\d+)\.?\s*\$")
-"""Two solutions of MATH have no braces: `$\\boxed 2$`."""
+_BARE_BOX = re.compile(r"\\boxed\s*(-?\d+)\.?\s*\$")  # two solutions of MATH have no braces: `$\boxed 2$`
 _MARK = re.compile(r"(?<!#)####(?!#)")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 REMEDY = "--data.columns question NAME answer NAME says what they are called"
@@ -36,18 +35,18 @@ REMEDY = "--data.columns question NAME answer NAME says what they are called"
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of a row.
+    """Options for reading a row.
 
     Attributes:
-        taken: the columns that a reward takes.
-        names: what the data set calls its question, answer or solution.
+        taken: columns that a reward takes.
+        names: the data set's names of its question, answer or solution column.
     """
 
     taken: Columns = NO_COLUMNS
     names: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, columns: Collection[str]) -> None:
-        """Whether a row with these columns has those that are named. Raises DataError as `parse_row` does."""
+        """Check that the named columns exist; raises DataError as `parse_row` does."""
         if missing := [name for name in self.names.values() if name not in columns]:
             raise DataError(
                 f"has no column {shown(missing[0])}, which data.columns names; its columns are "
@@ -55,7 +54,7 @@ class Reading:
             )
 
     def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row with the usual names in place of those that are named; these beat other columns of the row."""
+        """Rename the named columns of a row to the usual names, where they override other columns."""
         if not self.names:
             return row
         self.check(row)
@@ -77,7 +76,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One question as the data set gives it."""
+    """One question as read from the data set."""
 
     question: str
     gold: str
@@ -89,20 +88,20 @@ class Row:
     reward: str = ""
     """Name of the reward that its source brings; "": none."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Those that a reward takes, by name; `question` is among them whatever the data set calls it."""
+    """Columns that a reward takes, by name; `question` is always called so."""
     turns: tuple[Message, ...] = ()
-    """What user and assistant said before the question."""
+    """Messages of user and assistant before the question."""
     place: str = field(default="", compare=False)
-    """File and row or line of the row, for messages; empty: its question was generated."""
+    """File and row or line, for messages; empty: the question was generated."""
 
     @property
     def text(self) -> str:
-        """The question as people read it, with the turns before it."""
+        """Question for display, with the turns before it."""
         return as_text((*self.turns, Message("user", self.question))) if self.turns else self.question
 
 
 def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
-    """Reads one row of either format; `source` is used where it names none. Raises DataError: what is wrong."""
+    """Parse one row of either format; `source` is used if it names none. Raises DataError with the problem."""
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {_kind(row)}")
     row = reading.renamed(row)
@@ -128,10 +127,11 @@ def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
 
 
 def read_conversation(messages: list[Any]) -> list[Message]:
-    """The messages {role, content} of a row, at least one.
+    """Return the messages {role, content} of a row, at least one.
 
     Raises:
-        DataError: one is none or has another role, a system message is not the first, or the last is not the user's.
+        DataError: a message is malformed or has another role, a system message is not the first, or the last is not the
+            user's.
     """
     found = [_message(number, message) for number, message in enumerate(messages, start=1)]
     if not found or found[-1].role != "user":
@@ -153,7 +153,7 @@ def _message(number: int, message: Any) -> Message:
 
 
 def as_text(messages: Iterable[Message]) -> str:
-    """A conversation as people read it."""
+    """Format a conversation for display."""
     return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
 
 
@@ -169,7 +169,7 @@ def _paper_row(row: dict[str, Any], source: str, columns: Columns) -> Row:
         raise DataError(f"the system message must be text, got {_kind(systems[0])}")
     reward_model = row.get("reward_model", {})
     if reward_model is not None and (not isinstance(reward_model, dict) or "ground_truth" not in reward_model):
-        raise DataError(f"has no reward_model.ground_truth beside its prompt ({REMEDY})")
+        raise DataError(f"has a prompt but no reward_model.ground_truth ({REMEDY})")
     gold = gold_text(reward_model and reward_model["ground_truth"], "reward_model.ground_truth")
     return _checked_row(questions[-1], gold, systems[0] if systems else None, row, source, columns)
 
@@ -190,8 +190,8 @@ def gold_text(value: Any, key: str) -> str:
     """Return a gold answer as text, "" for null and NaN.
 
     Args:
-        value: of a row.
-        key: names it in the error.
+        value: cell of the row.
+        key: its name in the error message.
 
     Raises:
         DataError: it is neither a text nor a finite number, nor a list of one of them.
@@ -209,15 +209,15 @@ def gold_text(value: Any, key: str) -> str:
 
 
 def marked_answer(text: str) -> str:
-    """Return the gold answer in a text that is one or ends with one: what its solution marks, else the whole text."""
+    """Return the answer that a text marks as a solution does, else the whole text."""
     found = _answer_of_solution(text) if _MARK.search(text) else None
     return text if found is None else found
 
 
 def _answer_of_solution(solution: str) -> str | None:
-    """Return what follows "####" in the last line, else what is in the last box; None without both.
+    """Return what follows "####" in the last line, else the content of the last box; None without both.
 
-    Where a solution has a box, words behind "####" are the heading of a section.
+    If a solution has a box, words after "####" are the heading of a section.
     """
     content = boxed_answer(solution)
     if content is None and (bare := _BARE_BOX.findall(solution)):

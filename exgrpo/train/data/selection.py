@@ -1,4 +1,4 @@
-"""The rows of a run's sources that are trained on: those whose gold answer can be earned, and one for each question."""
+"""Select the rows of a run's sources to train on: those with an earnable gold answer, one per question."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from exgrpo.train.reward.golds import unearnable
 from exgrpo.train.reward.names import BUILTIN, reward_of
 
 COUNTED_WRONG = "answers to them count as wrong"
-"""The fate of held-out questions: an average is one over all rows of its file."""
+"""Fate of unearnable held-out questions: they stay in the average, which is over all rows of the file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows that are trained on, and what there is to say of the others.
+    """Rows to train on, and messages about the others.
 
     Attributes:
         rows: rows by source, one for each question of it.
-        questions: those of them that ask another question than the sources before.
-        counted: number of rows in the sources, to be followed by that of the questions ("400 rows, "); empty where no
-            row asks the question of another one.
+        questions: rows by source whose question no earlier source asks.
+        counted: number of rows in the sources as a prefix of the number of questions ("400 rows, "); empty if all rows
+            ask different questions.
         note: one line about gold answers that cannot be earned; empty: there are none.
     """
 
@@ -56,12 +56,12 @@ def read_sources(
     """Return the rows of each source.
 
     Args:
-        config: of the run.
-        sources: of its questions.
+        config: configuration of the run.
+        sources: names of the sources.
         columns: returns the columns that a reward takes, by its name.
-        split: of hub data sets and generators.
+        split: split of hub data sets and generators.
         limit: number of questions that generators make.
-        seed: of generators.
+        seed: seed of generators.
 
     Raises:
         DataError: a source cannot be read.
@@ -84,12 +84,12 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
     """Read the sources to train on and select their rows.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         columns: as in `read_sources`.
-        progress: show a progress bar where there is a terminal.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        DataError: a source cannot be read, or nothing of it is left.
+        DataError: a source cannot be read, or no row of it is left.
     """
     data = config.data
     found = read_sources(config, data.train, columns, split=data.train_split, limit=data.train_limit, seed=config.seed)
@@ -114,14 +114,14 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
 def unearnable_pairs(
     questions: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
 ) -> set[tuple[str, str]]:
-    """Return the gold answers that are missing, and those that a reward of this package can never match.
+    """Return the missing gold answers and those that a reward of this package can never match.
 
-    Rewards of the user's own are not judged: only they know what they compare.
+    The user's rewards are not checked, since their comparison is unknown.
 
     Args:
-        questions: with gold answers.
-        options: of the rewards.
-        progress: show a progress bar where there is a terminal.
+        questions: rows or questions with gold answers.
+        options: options of the rewards.
+        progress: show a progress bar on a terminal.
 
     Returns:
         set[tuple[str, str]]: pairs of the reward that a source brings and a gold answer.
@@ -133,12 +133,12 @@ def unearnable_pairs(
 
 
 def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, str]], fate: str) -> str:
-    """Return one line about gold answers that cannot be earned, with the first of them; "" where there are none.
+    """Return one line about gold answers that cannot be earned, quoting the first; "" if there are none.
 
     Args:
-        questions: with gold answers.
+        questions: rows or questions with gold answers.
         pairs: as `unearnable_pairs` returns them.
-        fate: says what becomes of the questions.
+        fate: what happens to the questions, for the message.
     """
     every = list(questions)
     found = [one for one in every if (one.reward, one.gold) in pairs]
@@ -151,10 +151,10 @@ def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, 
 
 
 def overlap_note(train: Iterable[Row], held_out: Mapping[str, Iterable[Row]]) -> str:
-    """Return one line about the training questions that are among the held-out ones; "" where there are none.
+    """Return one line about training questions that are also held out; "" if there are none.
 
     Args:
-        train: rows that are trained on, one for each question.
+        train: training rows, one for each question.
         held_out: rows of the held-out questions, by the name of their set.
     """
     texts = {name: set(map(_words, rows)) for name, rows in held_out.items()}
@@ -174,9 +174,9 @@ def _words(row: Row) -> str:
 
 
 def _distinct(config: Config, sources: Sequence[list[Row]]) -> tuple[list[list[Row]], list[list[Row]]]:
-    """Return one row for each question of a source, and those of questions that no source before asks.
+    """Return the rows by source, one per question, and those of them whose question no earlier source asks.
 
-    A question is what the prompt asks, its gold answer, its reward and the columns that are taken.
+    A question is identified by its prompt, stop strings, gold answer, reward and the columns taken.
     """
     data = config.data
     settings: dict[Hashable, int] = {}
@@ -184,7 +184,7 @@ def _distinct(config: Config, sources: Sequence[list[Row]]) -> tuple[list[list[R
     found, new = [], []
     for source, rows in zip(data.train, sources, strict=True):
         prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
-        # A number, since the texts of a format would be hashed with every row.
+        # A number, since hashing the texts of a format for every row would be slow.
         setting = settings.setdefault((prompts, stop, reward_name(config, source)), len(settings))
         system = prompts.keep_system
         keys = [

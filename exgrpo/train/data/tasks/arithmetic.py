@@ -1,8 +1,8 @@
-"""Arithmetic problems of mixed difficulty, generated, with answers and column-by-column solutions.
+"""Generated arithmetic problems of mixed difficulty, with answers and column-by-column solutions.
 
 Levels: 1 is one operation on small numbers, 2 on numbers of up to three digits, 3 on longer ones, 4 is two operations.
 A difficulty is a mixture of levels. The splits share no problem: a hash of the expression, with the operands of a
-commutative operation in order, decides the split that a problem belongs to.
+commutative operation in order, decides its split.
 """
 
 import random
@@ -13,16 +13,16 @@ from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
 
 REWARD = "math"
-"""The reward of the task's answers: it reads what follows the thinking."""
+"""Reward of the task's answers: it grades what follows the thinking."""
 
 MODEL_FOLDER = ASSETS / "arithmetic"
-"""The pretrained model and its tokenizer, in Hugging Face format."""
+"""Pretrained model and tokenizer in Hugging Face format."""
 
 MAX_PROMPT_TOKENS = 24
-"""No question takes more tokens than this with the chat template of the shipped tokenizer."""
+"""Bound on the tokens of every question with the chat template of the shipped tokenizer."""
 
 MAX_RESPONSE_TOKENS = 80
-"""Every correct worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
+"""Bound on the tokens of every correct worked solution with the shipped tokenizer, the end token included."""
 
 LEVELS = (1, 2, 3, 4)
 
@@ -34,7 +34,7 @@ _LEVEL_WEIGHTS = {
     3: (0.1, 0.3, 0.3, 0.3),
     4: (0.0, 0.0, 0.5, 0.5),
 }
-"""How often each level is drawn, by difficulty."""
+"""Probabilities of the levels, by difficulty."""
 _PHRASES = ("What is {}?", "Compute {}.")
 
 
@@ -45,16 +45,16 @@ class Problem:
     question: str
     answer: str
     expression: str
-    """What the question asks for, as `number operator number` with at most two operators."""
+    """The expression to compute, `number operator number` with at most two operators."""
 
     level: int
 
 
 def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
-    """Return `count` different problems of the split, the same ones for the same arguments.
+    """Return `count` different problems of the split, deterministic in the arguments.
 
-    `difficulty`, 1 to 4, shifts how often each level is drawn: 1 has levels 1 and 2 alone, 4 has levels 3 and 4 alone.
-    Raises DataError for another difficulty, and where the split has too few different problems.
+    `difficulty`, 1 to 4, sets the probabilities of the levels: 1 has only levels 1 and 2, 4 only levels 3 and 4. Raises
+    DataError for another difficulty, and if the split has too few different problems.
     """
     check_difficulty(difficulty, _LEVEL_WEIGHTS)
     weights = _LEVEL_WEIGHTS[difficulty]
@@ -69,7 +69,7 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
 
 
 def split_of(expression: str) -> Split:
-    """Return the one split that the expression belongs to."""
+    """Return the split that the expression belongs to."""
     return split_of_key(_canonical(expression))
 
 
@@ -85,8 +85,8 @@ def evaluate(expression: str) -> int:
 def worked_solution(expression: str, slips: Callable[[], bool] = lambda: False) -> str:
     r"""Return a solution in columns, units first, between <think> and </think>, then the result in \boxed{}.
 
-    `slips` is asked once for each column; where it says true the column gets a mistake, a carry forgotten or a result
-    that is off by one, and the rest of the solution follows from the mistake.
+    `slips` is called once per column; if it returns True the column gets a mistake, a carry forgotten or a result off
+    by one, and the rest of the solution follows from the mistake.
     """
     lines: list[str] = []
     result = 0
@@ -113,7 +113,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def _steps(expression: str) -> list[_Step]:
-    """Return the operations in the order in which they are done, each as a function of the previous result."""
+    """Return the operations in order of evaluation, each as a function of the previous result."""
     match expression.split():
         case [a, op, b]:
             return [lambda _: (int(a), op, int(b))]
@@ -125,7 +125,7 @@ def _steps(expression: str) -> list[_Step]:
 
 
 def _canonical(expression: str) -> str:
-    """Return the expression with the first two operands in order where the order does not change the value."""
+    """Return the expression with its first two operands sorted if their order does not change the value."""
     match expression.split():
         case [a, "+" | "*" as op, b]:
             return f"{max(int(a), int(b))} {op} {min(int(a), int(b))}"
@@ -135,7 +135,7 @@ def _canonical(expression: str) -> str:
 
 
 def _columns(a: int, operator: str, b: int, slips: Callable[[], bool]) -> tuple[list[str], int]:
-    """Return the text of each column, units first, and the result that the columns make together."""
+    """Return the text of each column, units first, and the number that the columns form."""
     if operator == "*":
         upper, lower = _digits(a), [b] * len(str(a))
     else:
@@ -159,7 +159,7 @@ def _columns(a: int, operator: str, b: int, slips: Callable[[], bool]) -> tuple[
 
 
 def _column(x: int, operator: str, y: int, carry: int) -> tuple[int, str, int]:
-    """Return the value of one column, its text, and whether a subtraction borrows from the next column."""
+    """Return the value of one column, its text, and 1 if a subtraction borrows from the next column, else 0."""
     borrow = int(operator == "-" and x - carry < y)
     x += 10 * borrow
     value = _OPERATIONS[operator](x, y) + (-carry if operator == "-" else carry)
@@ -169,12 +169,12 @@ def _column(x: int, operator: str, y: int, carry: int) -> tuple[int, str, int]:
 
 
 def _digits(number: int, width: int = 0) -> list[int]:
-    """Return the digits, units first, filled with zeros up to the width."""
+    """Return the digits, units first, zero-padded to the width."""
     return [int(digit) for digit in reversed(str(number).zfill(width))]
 
 
 def _number(rng: random.Random, *lengths: int) -> int:
-    """Return a number whose count of digits is one of the lengths."""
+    """Return a random number with one of these numbers of digits."""
     length = rng.choice(lengths)
     return rng.randrange(10 ** (length - 1), 10**length)
 

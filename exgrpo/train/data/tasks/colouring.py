@@ -1,14 +1,13 @@
-r"""Graphs to colour, generated, with their reward: three colours, and no edge joins nodes of one colour.
+r"""Generated graphs to colour, with their reward: three colours, and no edge joins nodes of one colour.
 
-Most graphs have many right colourings, and few of all colourings are right: a random one is right with a probability
-of about (2/3)^edges.
+Most graphs have many right colourings, but a random colouring is right only with a probability of about (2/3)^edges.
 
     question  "Colour a to d with R, G, B so that edges differ: ab ac bd."
-    answer    "abcd ab ac bd": the nodes, then the edges; it is what rewards get as the gold answer
+    answer    "abcd ab ac bd": the nodes, then the edges; rewards get it as the gold answer
     response  "<think> a=R; a=R b=G; a=R c=B; b=G d=R</think>\boxed{a=R b=G c=B d=R}"
 
-The splits share no problem: a hash of the number of nodes and the sorted edges decides the split that a problem
-belongs to. Graphs that are equal but for the names of their nodes are different problems.
+The splits share no problem: a hash of the number of nodes and the sorted edges decides the split of a problem. Graphs
+that differ only by the names of their nodes are different problems.
 """
 
 import random
@@ -23,22 +22,21 @@ from exgrpo.train.data.generation import Split, check_difficulty, different_prob
 from exgrpo.train.reward.grading import own_answer
 
 MODEL_FOLDER = ASSETS / "colouring"
-"""The pretrained model and its tokenizer, in Hugging Face format."""
+"""Pretrained model and tokenizer in Hugging Face format."""
 
 REWARD = "exgrpo.train.data.tasks.colouring:reward"
-"""The reward of the task's answers."""
 
 MAX_PROMPT_TOKENS = 24
-"""No question takes more tokens than this with the chat template of the shipped tokenizer."""
+"""Bound on the tokens of every question with the chat template of the shipped tokenizer."""
 
 MAX_RESPONSE_TOKENS = 48
-"""Every worked solution fits in this many tokens of the shipped tokenizer, the end token included."""
+"""Bound on the tokens of every worked solution with the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 3
 COLOURS = "RGB"
 
 _SIZES = {1: (7, 6), 2: (7, 8), 3: (7, 10), 4: (8, 13)}
-"""Nodes and edges, by difficulty."""
+"""Numbers of nodes and edges, by difficulty."""
 _LONGEST = 200
 _COLOUR = re.compile(rf"([a-z]) *[=:] *([{COLOURS}])")
 _COLOURING = re.compile(rf"{_COLOUR.pattern}(?:(?: *[,;] *| +){_COLOUR.pattern})*")
@@ -53,16 +51,16 @@ class Problem:
     nodes: str
     """One letter for each node."""
     edges: tuple[str, ...]
-    """Each is its two nodes; the order of the edges is that of the question."""
+    """Pairs of nodes, in the order of the question."""
 
     difficulty: int
 
 
 def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
-    """Return `count` different problems of the split, the same ones for the same arguments.
+    """Return `count` different problems of the split, deterministic in the arguments.
 
     Difficulty 1 has 7 nodes and 6 edges, 2 has 7 and 8, 3 has 7 and 10, 4 has 8 and 13. Every graph has a right
-    colouring. Raises DataError for another difficulty, and where the split has too few different problems.
+    colouring. Raises DataError for another difficulty, and if the split has too few different problems.
     """
     check_difficulty(difficulty, _SIZES)
     size, count_of_edges = _SIZES[difficulty]
@@ -87,7 +85,7 @@ def format_solution(nodes: str, colours: str) -> str:
 
 
 def worked_solution(problem: Problem, colours: str) -> str:
-    r"""Return a response: for each node its neighbours before it, then itself, in <think> tags, and the box."""
+    """Return a response: for each node its earlier neighbours, then itself, in <think> tags, and the box."""
     colour = dict(zip(problem.nodes, colours, strict=True))
     groups = []
     for node in problem.nodes:
@@ -97,11 +95,11 @@ def worked_solution(problem: Problem, colours: str) -> str:
 
 
 def reward(response: str, gold: str) -> float:
-    """1.0 where the answer of `response` colours each node of `gold` once, and the ends of each edge unlike, else 0.0.
+    """Return 1.0 if `response` colours each node of `gold` once, and the ends of every edge differently, else 0.0.
 
     The answer is the content of the last box, after the last "</think>" if there is one: node=colour for each node in
-    any order, with spaces, commas or semicolons between. `gold` is the nodes followed by the edges. Raises DataError
-    where `gold` is not that.
+    any order, separated by spaces, commas or semicolons. `gold` is the nodes followed by the edges. Raises DataError if
+    it is not.
     """
     colours = _colouring(response)
     if not colours:
@@ -111,12 +109,12 @@ def reward(response: str, gold: str) -> float:
 
 
 def reward_key(response: str, gold: str) -> str:
-    """The partition of the nodes in the answer of `response`, right or wrong; "" where it does not colour each once.
+    """Return the partition of the nodes in the answer, right or wrong; "" unless it colours each node once.
 
-    The key is a digit for each node in the order of the alphabet; equal digits are equal colours, and new ones are
-    counted up from 0. So two answers that differ by the names of the colours alone are the same solution: no question
-    distinguishes the colours, and each solution would count six times otherwise. Raises DataError where `gold` is not
-    the nodes followed by the edges.
+    The key has a digit per node in alphabetical order; equal digits are equal colours, numbered from 0 in order of
+    appearance. So answers that differ only by a permutation of the colours are the same solution: no question
+    distinguishes the colours, and each solution would count six times otherwise. Raises DataError if `gold` is not the
+    nodes followed by the edges.
     """
     colours = _colouring(response)
     if not colours or colours.keys() != set(_graph(gold)[0]):
@@ -126,12 +124,12 @@ def reward_key(response: str, gold: str) -> str:
 
 
 def reward_form(response: str, gold: str) -> float:
-    """1.0 where the last box of `response` has colours of nodes, right or wrong, else 0.0; `gold` is not looked at."""
+    """Return 1.0 if the last box of `response` colours nodes, right or wrong, else 0.0; `gold` is ignored."""
     return float(bool(_colouring(response)))
 
 
 def _colouring(response: str) -> dict[str, str]:
-    """The colour of each node in the answer; empty where there is no answer, or a node has two colours."""
+    """Return the colour of each node in the answer; empty without an answer, or if a node has two colours."""
     content = own_answer(response)
     if not content or len(content) > _LONGEST or not _COLOURING.fullmatch(content):
         return {}
@@ -148,7 +146,7 @@ def _graph(gold: str) -> tuple[str, list[str]]:
 
 
 def _right_colourings(nodes: str, edges: tuple[str, ...], colours: str = "") -> Iterator[str]:
-    """Yield the right colourings that begin with these colours of the first nodes."""
+    """Yield the right colourings that extend these colours of the first nodes."""
     if len(colours) == len(nodes):
         yield colours
         return

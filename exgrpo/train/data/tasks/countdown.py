@@ -1,12 +1,12 @@
-r"""Countdown problems, generated, with their reward: make a target from given numbers by + - * and /.
+r"""Generated Countdown problems, with their reward: make a target from given numbers by + - * and /.
 
 A right answer is an expression that uses each number exactly once and equals the target. The arithmetic is that of
-fractions: a division need not come out even on the way. Most problems have many right expressions.
+fractions: intermediate divisions need not come out even. Most problems have many right expressions.
 
-    question  "Make 55 from 3, 5, 8, 9."      answer (what rewards get as the gold answer)  "55 3 5 8 9"
+    question  "Make 55 from 3, 5, 8, 9."      answer (rewards get it as the gold answer)  "55 3 5 8 9"
     response  "\boxed{(3 + 5) * 8 - 9}"
 
-The splits share no problem: a hash of the target and the sorted numbers decides the split that a problem belongs to.
+The splits share no problem: a hash of the target and the sorted numbers decides the split of a problem.
 """
 
 import random
@@ -22,24 +22,23 @@ from exgrpo.train.data.generation import Split, check_difficulty, different_prob
 from exgrpo.train.reward.grading import own_answer
 
 MODEL_FOLDER = ASSETS / "countdown"
-"""The pretrained model and its tokenizer, in Hugging Face format."""
+"""Pretrained model and tokenizer in Hugging Face format."""
 
 REWARD = "exgrpo.train.data.tasks.countdown:reward"
-"""The reward of the task's answers."""
 
 MAX_PROMPT_TOKENS = 32
-"""No question takes more tokens than this with the chat template of the shipped tokenizer."""
+"""Bound on the tokens of every question with the chat template of the shipped tokenizer."""
 
 MAX_RESPONSE_TOKENS = 32
-"""Every generated expression fits in this many tokens of the shipped tokenizer, the end token included."""
+"""Bound on the tokens of every generated expression with the shipped tokenizer, the end token included."""
 
 DEFAULT_DIFFICULTY = 2
 
 LARGEST = 99
-"""No target, and no result on the way of a generated expression, is larger."""
+"""Largest target and largest intermediate result of a generated expression."""
 
 _SIZES = {1: (3, 30), 2: (4, 15), 3: (5, 15), 4: (6, 15)}
-"""How many numbers there are, and the largest possible one, by difficulty."""
+"""Count of the numbers and the largest possible one, by difficulty."""
 _OPERATORS, _WEIGHTS = "+-*/", (0.35, 0.3, 0.25, 0.1)
 
 
@@ -50,16 +49,16 @@ class Problem:
     question: str
     answer: str
     solution: Node
-    """The expression that the problem was made from, one of the right ones."""
+    """The expression from which the problem was made, one of the right ones."""
 
     difficulty: int
 
 
 def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
-    """Return `count` different problems of the split, the same ones for the same arguments.
+    """Return `count` different problems of the split, deterministic in the arguments.
 
     Difficulty 1 has three numbers up to 30; 2, 3 and 4 have four, five and six numbers up to 15. Raises
-    DataError for another difficulty, and where the split has too few different problems.
+    DataError for another difficulty, and if the split has too few different problems.
     """
     check_difficulty(difficulty, _SIZES)
     size, largest = _SIZES[difficulty]
@@ -75,9 +74,9 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
 
 
 def random_expression(numbers: Sequence[int], rng: random.Random) -> Node:
-    """Return a random expression of all numbers; each result in it is a whole number from 1 to LARGEST."""
+    """Return a random expression of all numbers; each result in it is an integer from 1 to LARGEST."""
     nodes = [Node(Fraction(number)) for number in numbers]
-    while len(nodes) > 1:  # this ends: the difference of two unlike results is allowed, and the quotient of equal ones
+    while len(nodes) > 1:  # terminates: the difference of unequal results is allowed, and the quotient of equal ones
         left, right = rng.sample(nodes, 2)
         node = combine(rng.choices(_OPERATORS, _WEIGHTS)[0], left, right)
         if node is not None and node.value.denominator == 1 and 1 <= node.value <= LARGEST:
@@ -91,11 +90,11 @@ def format_solution(solution: Node) -> str:
 
 
 def reward(response: str, gold: str) -> float:
-    """1.0 where the answer of `response` uses each number of `gold` exactly once and equals its target, else 0.0.
+    """Return 1.0 if the answer of `response` uses each number of `gold` exactly once and equals its target, else 0.0.
 
     The answer is the content of the last box, after the last "</think>" if there is one. It is an expression of
-    numbers, + - * / and brackets, without a sign before a number; LaTeX's signs for the operations are read too.
-    `gold` is the target followed by the numbers. Raises DataError where `gold` is not that.
+    numbers, + - * / and brackets, without a sign before a number; LaTeX's operators are read too. `gold` is the target
+    followed by the numbers. Raises DataError if it is not.
     """
     expression = _expression(response)
     if expression is None:
@@ -105,18 +104,18 @@ def reward(response: str, gold: str) -> float:
 
 
 def reward_key(response: str, gold: str) -> str:
-    """The canonical form of the answer of `response`, right or wrong; "" where it has none.
+    """Return the canonical form of the answer, right or wrong; "" without one.
 
-    Two expressions have one form if they differ only by the order of what is added and of what is multiplied, by the
-    grouping of sums and of products, or by brackets: 9 - (2 - 1) and 9 + 1 - 2 are the same solution. The form is
-    itself an expression of the same numbers and value. `gold` is not looked at.
+    Two expressions have one form if they differ only by the order of terms or of factors, by the grouping of sums and
+    of products, or by brackets: 9 - (2 - 1) and 9 + 1 - 2 are the same solution. The form is itself an expression of
+    the same numbers and value. `gold` is ignored.
     """
     expression = _expression(response)
     return "" if expression is None else key_of(expression)
 
 
 def reward_form(response: str, gold: str) -> float:
-    """1.0 where `response` has an expression in its last box, right or wrong, else 0.0; `gold` is not looked at."""
+    """Return 1.0 if the last box of `response` holds an expression, right or wrong, else 0.0; `gold` is ignored."""
     return float(_expression(response) is not None)
 
 
@@ -136,6 +135,6 @@ def _numbers(gold: str) -> list[int]:
 
 
 def problem_key(answer: str) -> str:
-    """What equal problems have in common, from the answer of one: the target and the numbers in their order."""
+    """Return the canonical form of a problem from its answer: the target and the sorted numbers."""
     target, *numbers = answer.split()
     return " ".join((target, *sorted(numbers)))
