@@ -1,4 +1,4 @@
-"""Command lines of the programs: every mistake is told in one line. Dashes in a name stand for underscores."""
+"""Parse the programs' command lines with one-line errors. Dashes in a name are read as underscores."""
 
 import contextlib
 import io
@@ -16,14 +16,14 @@ from exgrpo.train.common.errors import ConfigError, nearest
 from exgrpo.train.config.section import explain, known_keys
 
 UNREAD = 141
-"""Exit status of a program whose output nobody reads any more."""
+"""Exit status of a program whose standard output was closed by its reader."""
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def options_of(model: type[M], program: str, argv: Sequence[str]) -> M:
-    """The options of a command line that has nothing else.
+    """Parse the options of a command line that has nothing else.
 
     Raises:
         ConfigError: an option is unknown, impossible or missing.
@@ -34,16 +34,16 @@ def options_of(model: type[M], program: str, argv: Sequence[str]) -> M:
 
 
 def names(argv: Sequence[str]) -> list[str]:
-    """The names of the options of a command line."""
+    """Return the names of the options of a command line."""
     options = (argument.partition("=")[0] for argument in argv if argument.startswith("--"))
     return [option.removeprefix("--").replace("-", "_") for option in options]
 
 
 def check_names(argv: Sequence[str], *models: type[BaseModel]) -> None:
-    """Whether one of the models has every option of a command line.
+    """Check that every option of a command line exists in one of the models.
 
     Raises:
-        ConfigError: none has one; the message names the near one, or the options of a section.
+        ConfigError: one does not; the message suggests a near one, or the options of a section.
     """
     known = ["help", *(key for model in models for key in _options(model))]
     for name in names(argv):
@@ -55,14 +55,14 @@ def check_names(argv: Sequence[str], *models: type[BaseModel]) -> None:
 
 
 def _options(model: type[BaseModel]) -> Iterator[str]:
-    """The keys of a model that have a value; sections have none."""
+    """Return the keys of a model that have a value, without its sections."""
     keys = known_keys(model)
     return (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
 
 
 @contextlib.contextmanager
 def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
-    """Turn the message and the exit of a parser in this block, which reads options of this model, into an error.
+    """Turn the message and exit of a parser in this block, which reads options of this model, into an error.
 
     Raises:
         ConfigError: a value is impossible, or an option is missing.
@@ -75,17 +75,17 @@ def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
         if not ended.code:  # after --help
             raise
         problem = _problem(ended, model) or _unframed(told.getvalue())
-        if not problem:  # of `--help | head`, where rich notices it
+        if not problem:  # `--help | head`, noticed by rich
             raise SystemExit(UNREAD) from None
         raise ConfigError(f"{problem} (see {program} --help)") from None
-    except BrokenPipeError:  # of `--help | head`
+    except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(UNREAD) from None
     sys.stderr.write(told.getvalue())
 
 
 def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
-    """What is wrong with the values; empty where they could not even be read."""
+    """Return the validation errors of the values; empty if parsing failed before validation."""
     error: BaseException | None = ended
     while error is not None and not isinstance(error, ValidationError):
         error = error.__context__
@@ -96,15 +96,15 @@ def _problem(ended: SystemExit, model: type[BaseModel]) -> str:
 
 
 def _unframed(message: str) -> str:
-    """The first paragraph of a parser's message, which stands in a frame; of options that are missing their names.
+    """Return the first paragraph of a parser's framed message, or the names of missing options.
 
-    Where the output is not in Unicode, the frame has dashes, one below the title too.
+    If the output is not Unicode, the frame consists of dashes, with a line of them below the title.
     """
     title, *rest = message.splitlines() or [""]
     inside = dropwhile(_is_rule, (line.strip("│").rstrip() for line in rest))
     lines = list(takewhile(lambda line: not _is_rule(line), inside))
     if "Required options" in title:
-        # A name is indented, and its explanation further.
+        # Names are indented, and explanations further.
         return f"missing: {', '.join(found[1] for line in lines if (found := re.match(' {5,6}([^ ]+)', line)))}"
     return " ".join(line.strip() for line in lines)
 

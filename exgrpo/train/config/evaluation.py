@@ -1,4 +1,4 @@
-"""The options of the evaluations of a run, and the sets of held-out questions that they name."""
+"""Options of a run's evaluations and of their sets of held-out questions."""
 
 from typing import Annotated
 
@@ -9,14 +9,14 @@ from exgrpo.train.common.limits import MOST_ROWS, MOST_SAMPLES, MOST_STEPS
 from exgrpo.train.config.section import Section, Sources, Temperature, TopP
 
 TEST = "test"
-"""The name of the set that data.test makes."""
+"""Name of the set of data.test."""
 SAMPLED = ("samples", "temperature", "top_p")
-"""Options that a run has for its held-out questions here, and the program that evaluates in `rollout`."""
+"""Sampling options of held-out questions: in this section for runs, in `rollout` for exgrpo evaluate."""
 HEADINGS = (
     *(TEST, "held_out", "pass_at", "distinct_at", "seconds", "tokens", "tokens_per_second", "mfu"),
     *("reward", "reward_part", "bucket", "mismatch", "correction", "fresh_log_ratio", "replayed_log_ratio", "train"),
 )
-"""Of other numbers in metrics.jsonl and in trackers."""
+"""Prefixes of other metrics in metrics.jsonl and in trackers, which no set may have as its name."""
 
 
 def _no_heading(name: str) -> str:
@@ -30,7 +30,7 @@ Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
 
 
 class HeldOutSet(Section):
-    """Held-out questions with a name; what is None is as in the options that its description names."""
+    """Named set of held-out questions; None takes the value of the option in the field's description."""
 
     source: Sources = Field(description="One or several sources of questions, as in data.test.")
     split: str | None = Field(None, description="Split of a hub or builtin data set; None: data.test_split.")
@@ -55,7 +55,7 @@ class EvaluationConfig(Section):
         None,
         ge=1,
         le=MOST_STEPS,
-        description="End the run when so many evaluations in a row have not improved checkpoint.best; None: never.",
+        description="End the run after so many evaluations in a row without a better checkpoint.best; None: never.",
     )
     sets: Annotated[dict[SetName, HeldOutSet], tyro.conf.Suppress] = Field(
         default_factory=dict, description="In recipes: further sets of held-out questions, by name."

@@ -1,6 +1,6 @@
-"""The hub of models and data sets: whether it answers, what a run uploads, and the versions that its cards name.
+"""Model and data hub: reachability, uploads of a run, and the package versions named in model cards.
 
-huggingface_hub is imported only where a run uploads: it reads the environment once, which `offline_reason` may change.
+huggingface_hub is imported only for uploads: it reads the environment once, which `offline_reason` may change.
 """
 
 import os
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 SECONDS = 3.0
-"""A hub that has not answered by then is taken for unreachable."""
+"""Time limit after which a hub counts as unreachable."""
 WITHOUT = "or leave it out, and upload later by `hf upload`"
 
 
 def offline_reason() -> str | None:
-    """Why files come from the cache alone; None: the hub answers. Settles it for every library of this process.
+    """Return why files come from the cache only, None if the hub responds; applies to all libraries of this process.
 
-    It has to come before transformers, datasets and huggingface_hub are imported: they read the environment once.
+    Call it before transformers, datasets and huggingface_hub are imported: they read the environment once.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no", "off"):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT", ENDPOINT)
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    # Looking a name up knows no time limit, so it gets a thread that nobody waits for.
+    # DNS look-ups have no time limit, so they run in a daemon thread that is never joined.
     threading.Thread(target=lambda: answers.put(_answers(endpoint)), daemon=True).start()
     with suppress(queue.Empty):
         if answers.get(timeout=SECONDS):
@@ -53,10 +53,10 @@ def _answers(endpoint: str) -> bool:
 
 
 def check_upload(output: "OutputConfig") -> None:
-    """Whether the hub will take the model: make its repository, if it is not there.
+    """Check that the hub accepts the model, creating its repository if missing.
 
     Raises:
-        ConfigError: there is no model to upload, no token, no such name, or no hub that answers.
+        ConfigError: no model to upload, no token, an invalid name, or no reachable hub.
     """
     name = output.push_to_hub
     if name is None:
@@ -73,22 +73,22 @@ def check_upload(output: "OutputConfig") -> None:
         raise ConfigError(f"output.push_to_hub needs a token: run `hf auth login` or set HF_TOKEN, {WITHOUT}")
     try:
         HfApi().create_repo(name, private=output.private, exist_ok=True)
-    except Exception as error:  # the hub and the network fail in ways of their own
+    except Exception as error:  # the hub and the network raise many kinds
         raise ConfigError(f"output.push_to_hub: {name} cannot be made: {shown(error)}; mend that, {WITHOUT}") from error
 
 
 def upload(name: str, folders: Mapping[str, Path]) -> str:
-    """Upload folders of models into a repository that is there.
+    """Upload folders of models into an existing repository.
 
     Args:
         name: OWNER/NAME of the repository.
-        folders: by their paths in the repository; "." is its top.
+        folders: local folders by their paths in the repository; "." is its root.
 
     Returns:
-        the address of the repository.
+        the URL of the repository.
 
     Raises:
-        OutputError: one could not be uploaded; the message says how to do it by hand.
+        OutputError: an upload failed; the message has the commands to repeat it.
     """
     from huggingface_hub import HfApi
 
@@ -107,7 +107,7 @@ def upload(name: str, folders: Mapping[str, Path]) -> str:
 
 
 def installed(*packages: str) -> str:
-    """The packages that are installed, each with its version, in one line."""
+    """Return those of the packages that are installed, with their versions, in one line."""
     found = []
     for package in packages:
         try:

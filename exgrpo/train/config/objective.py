@@ -1,4 +1,4 @@
-"""The options of the loss and of its corrections, and what follows from them for a reward."""
+"""Options of the loss and of its corrections, and the length penalty that they define."""
 
 from typing import Annotated, Literal, Self
 
@@ -21,26 +21,26 @@ BOUNDS: dict[CorrectionName, Bounds] = {
     "sequence_mask": (0.0, 3.0),
     "geometric_mask": (0.999, 1.001),
 }
-"""Of a correction's ratio, where none are given: those of verl's presets, and for sequence_mask those of TRL."""
+"""Default bounds of a correction's ratio: those of verl's presets, and for sequence_mask those of TRL."""
 
 
 class ObjectiveConfig(Section):
     """The loss (arXiv 2510.02245, section 3.3)."""
 
     surrogate: Annotated[str, SURROGATES.checked] = Field(
-        "clipped", description=f"How the ratios of fresh tokens enter the loss: {SURROGATES.choices}"
+        "clipped", description=f"Surrogate loss of fresh tokens: {SURROGATES.choices}"
     )
     clip: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1000)]] | None = Field(
         (0.2, 0.2),
         description="eps_low eps_high for fresh tokens, whose ratios stay in [1 - eps_low, 1 + eps_high]; "
-        "None = no clipping.",
+        "None: no clipping.",
     )
-    clip_with_replay: bool = Field(False, description="Clip in steps that replay, too (the paper does not).")
+    clip_with_replay: bool = Field(False, description="Also clip in steps that replay (the paper does not).")
     dual_clip: float = Field(
-        3.0, gt=1, le=1000, description="dual_clip: ratio beyond which a failure pushes a token no further away."
+        3.0, gt=1, le=1000, description="dual_clip: for negative advantages, ratio above which a token has no gradient."
     )
     weigh: Annotated[str, KINDS["weigh"].checked] = Field(
-        "shaped", description=f"How replayed tokens enter the loss: {KINDS['weigh'].choices}"
+        "shaped", description=f"Loss of replayed tokens: {KINDS['weigh'].choices}"
     )
     beta: float = Field(
         0.1,
@@ -49,60 +49,59 @@ class ObjectiveConfig(Section):
         description="shaped: f(w) = w/(w+beta) on replayed tokens. Below 1e-6 or above 1e6, f is 1 or 0.",
     )
     second_moment: float = Field(
-        0.04, gt=0, le=1e6, description="second_moment: largest mean square of the log-ratios that count."
+        0.04, gt=0, le=1e6, description="second_moment: largest mean square of the log-ratios that are trained on."
     )
     trigger: float = Field(
-        1e-4, gt=0, le=1, description="veto: ratio of a failure's token, below which nothing behind it is learnt."
+        1e-4, gt=0, le=1, description="veto: for negative advantages, mask all tokens after the first ratio below this."
     )
     coefficient: float = Field(
-        0.1, ge=0, le=1e6, description="likelihood, jensen_shannon: what stands in the place of an advantage."
+        0.1, ge=0, le=1e6, description="likelihood, jensen_shannon: coefficient in place of the advantage."
     )
     baseline: Baseline = Field(
         "mean",
-        description="An answer's reward is compared with the mean of its group, or of the others in it (RLOO); "
-        "log_mean_exp: with beta1 log mean exp(reward / beta1) over its group, the value of regressions.",
+        description="Baseline of an answer's reward: mean of its group, or of the others in it (leave_one_out, RLOO); "
+        "log_mean_exp: beta1 log mean exp(reward / beta1) over its group, the value of regressions.",
     )
     beta1: float = Field(
-        1.0, gt=0, le=1e6, description="log_mean_exp: near 0 the best reward of the group, at 1e6 the mean."
+        1.0, gt=0, le=1e6, description="log_mean_exp: near 0 the highest reward of the group, at 1e6 the mean."
     )
     beta2: float = Field(
         1e-3,
         gt=0,
         le=1e6,
-        description="oapl, coupled: so many times its log-ratio is an answer's reward; an answer rests where its "
-        "log-ratio is advantage / beta2.",
+        description="oapl, coupled: implicit reward per nat of log-ratio; the optimal log-ratio is advantage / beta2.",
     )
     anchor: Literal["writer", "start"] = Field(
         "writer",
-        description="oapl, coupled: what log-ratios refer to: the policy that wrote the answer (of fresh ones, "
-        "that before the step's update), or the model that the run starts from, which is then kept as a reference.",
+        description="oapl, coupled: denominator of log-ratios: the policy that wrote the answer (for fresh ones, that "
+        "before the step's update), or the model that the run starts from, which is then kept as a reference.",
     )
     scale_by_std: bool = Field(False, description="Divide advantages by the group's standard deviation.")
     overlong_tokens: int = Field(
         0,
         ge=0,
         le=LONGEST,
-        description="Over the last so many tokens before rollout.max_tokens, overlong_penalty is taken from the reward "
-        "bit by bit (DAPO); successes stay what they are. 0: nothing is.",
+        description="Length penalty, growing linearly to overlong_penalty over the last so many tokens before "
+        "rollout.max_tokens (DAPO); it does not change which answers are successes. 0: none.",
     )
-    overlong_penalty: float = Field(1.0, gt=0, le=1e6, description="overlong_tokens: what the longest answers lose.")
+    overlong_penalty: float = Field(1.0, gt=0, le=1e6, description="overlong_tokens: penalty of the longest answers.")
     overlong_filter: bool = Field(
-        False, description="Learn nothing from answers that were cut (DAPO); their rewards count in their groups."
+        False, description="Mask truncated answers in the loss (DAPO); their rewards count in their groups."
     )
     normalize: Literal["constant", "token", "sequence", "answer"] = Field(
         "constant",
-        description="constant: sequences * max_tokens (Dr.GRPO); token: all tokens; sequence: mean of means; answer: "
-        "mean over the answers of the sums of their tokens.",
+        description="Normalisation of the loss. constant: by sequences * max_tokens (Dr.GRPO); token: mean over all "
+        "tokens; sequence: mean of the answers' means; answer: mean of the answers' sums.",
     )
     entropy_coef: float = Field(
-        0.001, ge=0, le=100, description="Weight of the mean token entropy bonus; at 100 nothing else counts."
+        0.001, ge=0, le=100, description="Weight of the mean token entropy bonus; at 100 it outweighs all else."
     )
     kl_coef: float = Field(
         0.0,
         ge=0,
         le=100,
-        description="Weight of the mean KL divergence of fresh tokens to the model that the run starts from; 0: none, "
-        "and no reference is kept.",
+        description="Weight of the mean KL divergence of fresh tokens from the model that the run starts from; 0: "
+        "none, and no reference is kept.",
     )
     kl: Literal["k1", "k2", "k3"] = Field(
         "k3",
@@ -113,12 +112,12 @@ class ObjectiveConfig(Section):
     )
     train_on: Band = Field(
         "all",
-        description="Learn only from groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
+        description="Train only on groups with a success rate in [75,100) / (25,75] / (0,25] %; others are masked.",
     )
 
     @property
     def compared(self) -> bool:
-        """Whether answers are compared with the model that the run starts from."""
+        """True if answers are compared with the model that the run starts from."""
         return self.kl_coef > 0 or self.anchor == "start"
 
     @model_validator(mode="after")
@@ -132,15 +131,15 @@ class ObjectiveConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Who computes the log-probs of fresh answers, and what corrects them where that is the engine."""
+    """Source of the log-probs of fresh answers, and the correction if that is the engine."""
 
     behaviour: Literal["trainer", "engine"] = Field(
         "trainer",
-        description="Whose log-probs are stored as the behaviour policy's; engine: with the correction below.",
+        description="Source of the log-probs stored as the behaviour policy's; engine: with the correction below.",
     )
     correction: CorrectionName = Field(
         "tis",
-        description="behaviour engine: what a fresh token weighs, by its ratio r = trainer / engine, or that of its "
+        description="behaviour engine: weight of a fresh token, from its ratio r = trainer / engine, or that of its "
         "answer (sequence_: the product; geometric_: the mean). _tis: r, truncated at the bounds; _mask: r within the "
         "bounds, else 0 (token_mask: IcePop); geometric_mask: 1 within the bounds, else 0.",
     )
@@ -154,16 +153,16 @@ class CorrectionConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="behaviour engine: nothing is learnt from a fresh answer with a token whose ratio is below this "
-        "(1e-4 elsewhere); None: no veto.",
+        description="behaviour engine: mask fresh answers with a token whose ratio is below this (1e-4 in other "
+        "projects); None: no veto.",
     )
     opsm: float | None = Field(
         None,
         ge=0,
         le=1000,
-        description="behaviour engine: nothing is learnt from a fresh answer of negative advantage whose tokens the "
-        "trainer finds less likely than the engine by more than so many nats on average (off-policy sequence masking "
-        "of DeepSeek-V3.2); None: no mask.",
+        description="behaviour engine: mask fresh answers of negative advantage whose log-prob by the trainer is lower "
+        "than by the engine by more than so many nats per token (off-policy sequence masking of DeepSeek-V3.2); None: "
+        "no mask.",
     )
 
     @model_validator(mode="after")
@@ -181,7 +180,7 @@ class CorrectionConfig(Section):
 
     @property
     def bounds(self) -> Bounds:
-        """Of the correction's ratio."""
+        """Bounds of the correction's ratio."""
         return self.correction_bounds or BOUNDS[self.correction]
 
 
@@ -189,9 +188,9 @@ DEFAULTS = {name: field.default for name, field in CorrectionConfig.model_fields
 
 
 def overlong_penalty(length: int, longest: int, options: ObjectiveConfig) -> float:
-    """What the length of an answer takes from its reward (soft overlong punishment, DAPO, arXiv 2503.14476).
+    """Return the length penalty of an answer's reward (soft overlong punishment, DAPO, arXiv 2503.14476).
 
-    It grows evenly from 0 to `overlong_penalty` over the last `overlong_tokens` tokens of the longest answer.
+    It grows linearly from 0 to `overlong_penalty` over the last `overlong_tokens` tokens of the longest answer.
     """
     if options.overlong_tokens == 0:
         return 0.0

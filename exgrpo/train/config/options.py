@@ -1,8 +1,8 @@
-"""The configuration of a run: typed, validated, every field explained (`--help` shows this file).
+"""Configuration of a run: typed, validated, with a description of every field (`exgrpo train --help` prints them).
 
-The defaults are meant for an ordinary model on questions of one's own, both of which have to be named. A YAML recipe
-overrides them, and `--section.field VALUE` overrides both. Without a recipe, a model or questions, the recipe is that
-of the default run.
+The defaults are for an ordinary model and your own questions, both of which have to be named. A YAML recipe
+overrides them, and `--section.field VALUE` overrides both. Without a recipe, a model or questions, the recipe of the
+default run is used.
 """
 
 import os
@@ -33,13 +33,13 @@ from exgrpo.train.config.section import Folder, Section, Sources, Text
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs, settings_of
 
 PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
-"""What is chosen at the start of a run on GPUs by their memory, where it is not set."""
+"""Options that are chosen at the start of a run on GPUs by their memory, if not set."""
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
-"""Asks any model for what the reward math_no_think reads."""
+"""Prompt that makes any model answer in the form that the reward math_no_think reads."""
 
 
 def as_in(section: type[Section], name: str, **changes: Any) -> Any:
-    """A field with the constraints, the default and the description of a section's field, except for `changes`."""
+    """Return a field with the constraints, default and description of a section's field, except for `changes`."""
     return FieldInfo.merge_field_infos(section.model_fields[name], **changes)
 
 
@@ -67,16 +67,16 @@ class DataConfig(Section):
     )
     columns: ColumnNames = Field(
         default_factory=dict,
-        description="What files and hub data sets call them, if not so (question Problem answer final_answer).",
+        description="Column names in files and hub data sets that differ (question Problem answer final_answer).",
     )
     sources: SourceConfigs = Field(
         (),
-        description="In recipes: a list of {source, columns, prompt_format, reward, stop}, where a source differs.",
+        description="In recipes: settings of single sources, a list of {source, columns, prompt_format, reward, stop}.",
     )
     keep_unreadable: bool = Field(
-        False, description="Train on rows whose gold answer is missing, cannot be read or can never be earned, too."
+        False, description="Also train on rows whose gold answer is missing, cannot be read or can never be earned."
     )
-    chat: bool = Field(True, description="Format prompts by the tokenizer's chat template.")
+    chat: bool = Field(True, description="Format prompts with the tokenizer's chat template.")
     system_prompt: Text | None = Field(None, description="System message put before every question.")
     keep_system: bool = Field(False, description="Use the data row's own system message.")
     prompt_format: Text = Field(
@@ -97,18 +97,18 @@ PartWeight = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class RewardConfig(Section):
-    """How answers are graded."""
+    """Grading of answers."""
 
     function: str | None = Field(
         None,
         min_length=1,
-        description="math, math_no_think, package.module:function or file.py:function, for all questions; None: what "
-        "their source brings, else math_no_think.",
+        description="math, math_no_think, package.module:function or file.py:function, for all questions; None: the "
+        "reward of their source, else math_no_think.",
     )
     form: Literal["auto", "boxed", "tags", "hashes", "line"] = Field(
         "auto",
-        description="Where the answer stands: \\boxed{}, <answer> tags, '#### 12' or 'Answer: 12'; auto: where the "
-        "source of the question has it by convention.",
+        description="Form of the answer: \\boxed{}, <answer> tags, '#### 12' or 'Answer: 12'; auto: by the convention "
+        "of the question's source.",
     )
     success: float = Field(
         1.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="A reward of at least this is a success."
@@ -121,24 +121,22 @@ class RewardConfig(Section):
         0.5,
         ge=0,
         le=1,
-        description="Fraction of the answers whose grading may fail or take too long: where more do so in three steps "
-        "in a row, a run stops; an evaluation stops where more do so in a chunk. 1: neither does.",
+        description="Largest fraction of answers whose grading may fail or time out: a run stops after three steps in "
+        "a row above it, an evaluation after one chunk. 1: neither stops.",
     )
     memory_gib: float = Field(
         4.0,
         gt=0,
         le=MOST_GIB,
-        description="GiB that a grading process may take for an answer; if it takes more, it fails.",
+        description="GiB that a grading process may allocate for an answer; above that, the answer fails.",
     )
-    network: bool = Field(
-        True, description="Whether functions of your own may use the network; those of this package never may."
-    )
+    network: bool = Field(True, description="Let your own functions use the network; those of this package never may.")
     concurrency: int = Field(
-        32, ge=1, le=MOST_CALLS, description="Answers that a process grades at a time by an asynchronous function."
+        32, ge=1, le=MOST_CALLS, description="Concurrent calls of an asynchronous function per process."
     )
     parts: dict[str, PartWeight] = Field(
         default_factory=dict,
-        description="Weights of the parts that a function returns (correct 1 format 0.2), else 1: the reward is "
+        description="Weights of the parts that a function returns (correct 1 format 0.2), default 1; the reward is "
         "their weighted sum.",
     )
 
@@ -147,61 +145,61 @@ class DistributedConfig(Section):
     """DeepSpeed ZeRO-3."""
 
     timeout_minutes: float = Field(
-        30.0, ge=0.1, le=10080, description="A rank that waits longer, at most a week, gives up with an error."
+        30.0, ge=0.1, le=10080, description="Time limit of waiting ranks, at most a week; then they fail."
     )
     threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Of each process; None: OMP_NUM_THREADS, or on CPUs as many as there are free processors.",
+        description="Threads per process; None: OMP_NUM_THREADS, or on CPUs the number of free processors.",
     )
     offload_optimizer: bool = Field(False, description="Keep optimiser states in CPU memory (GPU runs).")
     persistence_threshold: int = Field(
-        100_000, ge=0, le=10**12, description="Parameters with fewer elements stay unsharded; none has 10^12."
+        100_000, ge=0, le=10**12, description="Parameters with fewer elements stay unsharded; 10^12: all."
     )
 
 
 class CheckpointConfig(Section):
-    """What an interrupted run continues from (`--resume auto`)."""
+    """Checkpoints to resume from (`--resume auto`)."""
 
     every: int | None = Field(
         10, ge=1, le=MOST_STEPS, description="Save every so many steps and after the last; None: never."
     )
-    keep: int = Field(2, ge=1, le=MOST_STEPS, description="So many checkpoints stay.")
+    keep: int = Field(2, ge=1, le=MOST_STEPS, description="Number of latest checkpoints kept.")
     best: str | None = Field(
         None,
-        description="Number of the evaluations, such as test/pass_rate: the model with the highest one is kept in the "
-        "folder best; None: no such model.",
+        description="Metric of the evaluations, such as test/pass_rate: the model with its highest value is kept in "
+        "the folder best; None: no such model.",
     )
 
 
 class OutputConfig(Section):
-    """What a run leaves behind."""
+    """Output of a run."""
 
-    folder: Folder = Field(Path("runs"), description="Each run gets a folder of its own under this one.")
-    name: str | None = Field(None, description="Name of the run's folder, without '/'; default: date and time.")
+    folder: Folder = Field(Path("runs"), description="Parent folder of the runs' folders.")
+    name: str | None = Field(None, description="Name of the run's folder, without '/'; None: date and time.")
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         ("tensorboard",),
-        description="Where metrics go besides metrics.jsonl; several names, or none after the option for nowhere.",
+        description="Destinations of metrics besides metrics.jsonl; several names, or the bare option for none.",
     )
     project: str = Field("exgrpo", min_length=1, description="Name of the project in wandb and trackio.")
     sample_groups: int = Field(
-        2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step, to be read."
+        2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step for inspection."
     )
     stories: int = Field(
         4,
         ge=0,
         le=MOST_ANSWERS,
-        description="So many questions are followed: the first ones that are written out. All their groups are, too.",
+        description="Number of questions to follow: the first ones written out, with all their later groups.",
     )
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
     export_every: int | None = Field(
-        None, ge=1, le=MOST_STEPS, description="Save the model under exports every so many steps, too; None: never."
+        None, ge=1, le=MOST_STEPS, description="Also save the model under exports every so many steps; None: never."
     )
     push_to_hub: str | None = Field(
-        None, description="OWNER/NAME: the repository of the hub that gets the trained model, and the best if kept."
+        None, description="OWNER/NAME: hub repository for the trained model, and the best one if kept."
     )
-    private: bool = Field(True, description="push_to_hub: a new repository is private.")
+    private: bool = Field(True, description="push_to_hub: make a new repository private.")
 
     @field_validator("name")
     @classmethod
@@ -217,18 +215,18 @@ class OutputConfig(Section):
 class Config(Section):
     """Train a language model by ExGRPO (arXiv 2510.02245). Without model, questions and recipe: the default run."""
 
-    seed: int = Field(0, ge=0, lt=2**64, description="Seed of everything that is random.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of all randomness.")
     steps: int = Field(500, ge=0, le=MOST_STEPS, description="Training steps.")
     questions: int = Field(128, ge=1, le=MOST_ANSWERS, description="B: questions (groups) per step.")
     resume: str | None = Field(
-        None, description="auto: go on with the newest unfinished run in output.folder; or name a run's folder."
+        None, description="auto: resume the newest unfinished run in output.folder; or the folder of a run."
     )
     # A plain `off` of YAML is False.
     preflight: Annotated[
         Literal["stop", "warn", "off"], BeforeValidator(lambda given: "off" if given is False else given)
     ] = Field(
         "stop",
-        description="Before training a few questions are answered and graded; where no answer can earn a reward: stop, "
+        description="Before training, generate and grade answers to a few questions; if none can earn a reward: stop, "
         "or only warn.",
     )
     policy: PolicyConfig
@@ -252,21 +250,21 @@ class Config(Section):
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens per forward pass and rank: what is set or planned, else so many that the longest sequence fits."""
+        """Tokens per forward pass and rank: set, planned, or large enough for the longest sequence."""
         return self.optimizer.micro_batch_tokens or max(DEFAULT_PASS, self.longest)
 
     @property
     def common_stop(self) -> tuple[str, ...]:
-        """Strings that end the answers to the questions of every training source."""
+        """Stop strings common to all training sources."""
         own = [settings_of(source, self.data.sources).stop for source in self.data.train]
         first, *others = [self.rollout.stop if of_source is None else of_source for of_source in own]
         return tuple(string for string in first if all(string in other for other in others))
 
     @property
     def update_scores(self) -> bool:
-        """Whether the first optimiser step may be the one that scores its fresh answers: it sees the policy before it.
+        """True if the first optimiser step may also score its fresh answers: it sees the policy before the update.
 
-        Weights by the engine's log-probs, plans of steps ahead, and a choice among the answers need the scores before.
+        Engine log-probs as weights, steps planned ahead, and a selection among the answers need the scores earlier.
         """
         rollout = self.rollout
         early = rollout.behaviour == "engine" or rollout.ahead or rollout.refills
@@ -296,8 +294,8 @@ class Config(Section):
         check_rollout(self.rollout)
         if self.environment.function is not None and self.rollout.tensor_parallel > 1:
             raise ValueError(
-                "environment.function needs rollout.tensor_parallel=1: every process asks the environment by itself, "
-                "and the processes of one engine must be told the same"
+                "environment.function needs rollout.tensor_parallel=1: every process calls the environment itself, "
+                "and the processes of one engine need the same replies"
             )
         weights, sources = self.data.train_weights, self.data.train
         if weights and sources != ("",) and len(weights) != len(sources):  # "": the command line is to name them
@@ -320,7 +318,7 @@ class Config(Section):
 
 @dataclass(frozen=True)
 class Asked:
-    """How the questions of a set are read and asked; the fields are those of `HeldOutSet`, and none is open."""
+    """Sampling of a set of held-out questions: the fields of `HeldOutSet` with defaults filled in."""
 
     source: tuple[str, ...]
     split: str
@@ -331,7 +329,7 @@ class Asked:
 
 
 def held_out_sets(config: Config) -> dict[str, Asked]:
-    """All sets of held-out questions of a run by name; that of data.test comes first."""
+    """Return all sets of held-out questions of a run by name; that of data.test comes first."""
     data, evaluation = config.data, config.evaluation
     usual: dict[str, Any] = {"split": data.test_split, "limit": data.test_limit}
     usual |= {name: getattr(evaluation, name) for name in SAMPLED}
@@ -342,10 +340,10 @@ def held_out_sets(config: Config) -> dict[str, Asked]:
 
 
 def check_evaluation(config: Config) -> None:
-    """Whether what goes by a number of the evaluations can have one.
+    """Check that options which depend on an evaluation's metric have one.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: a metric is missing.
     """
     if config.evaluation.patience and not (config.checkpoint.best and config.evaluation.every):
         raise ConfigError(

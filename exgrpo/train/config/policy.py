@@ -1,6 +1,6 @@
-"""The policy, what is trained of it, and by which steps; what saved adapters say of the run that begins with them.
+"""Options of the policy, its adapters and the optimiser; saved adapters determine their own options.
 
-Neither torch nor peft is imported here.
+Imports neither torch nor peft.
 """
 
 import os
@@ -15,13 +15,13 @@ from exgrpo.train.config.pretrained import Overrides
 from exgrpo.train.config.section import Section, explain
 
 ADAPTER_FILE = "adapter_config.json"
-"""Of a folder of adapters as peft saves them."""
+"""Configuration file in a folder of adapters saved by peft."""
 HEAD = "lm_head"
-"""What most models call their head."""
+"""Name of the output head in most models."""
 DEFAULT_PASS = 16384
-"""Tokens of a forward pass where no plan chooses them."""
+"""Tokens per forward pass if no memory plan chooses them."""
 Dtype = Literal["fp32", "bf16", "fp16"]
-"""What a model computes in."""
+"""Compute dtype of a model."""
 MOST_RANK, MOST_ALPHA = 4096, 10**6
 
 
@@ -45,90 +45,90 @@ class PolicyConfig(Section):
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="Attention implementation of transformers.")
     compile: Literal["none", "inductor"] = Field(
         "none",
-        description="inductor: the layers by torch.compile, which fuses norms, rotary embeddings and activations, in "
-        "one process.",
+        description="inductor: compile the layers with torch.compile, which fuses norms, rotary embeddings and "
+        "activations; for one process.",
     )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
     kernel_memory_gib: float | None = Field(
-        None, ge=0.25, description="GiB that a pass of the fused head may take beside gradients; none: 1 on a GPU."
+        None, ge=0.25, description="GiB of workspace for a pass of the fused head, without gradients; None: 1 on a GPU."
     )
 
     @property
     def kernel_memory(self) -> int | None:
-        """The same in bytes."""
+        """`kernel_memory_gib` in bytes."""
         return None if self.kernel_memory_gib is None else int(self.kernel_memory_gib * 2**30)
 
     @property
     def checkpointing(self) -> bool:
-        """Whether activations are recomputed: what is set or planned, else they are."""
+        """True if activations are recomputed: as set or planned, by default True."""
         return self.gradient_checkpointing is not False
 
 
 class LoraConfig(Section):
-    """LoRA: adapters are trained, and the model's own weights stay as they are."""
+    """LoRA: train adapters and freeze the model's own weights."""
 
     path: str | None = Field(
         None,
-        description="Folder of adapters to begin with, of a run or of peft, with their rank, alpha and layers; None: "
-        "new ones.",
+        description="Folder of adapters to start from, saved by a run or by peft, with their rank, alpha and layers; "
+        "None: new ones.",
     )
     rank: int = Field(
         0,
         ge=0,
         le=MOST_RANK,
-        description="Rank of the adapters; 0: that of lora.path, without it all weights are trained.",
+        description="Rank of the adapters; 0: that of lora.path, or else all weights are trained.",
     )
-    alpha: int = Field(32, ge=1, le=MOST_ALPHA, description="What an adapter adds is multiplied by alpha / rank.")
+    alpha: int = Field(32, ge=1, le=MOST_ALPHA, description="The output of an adapter is multiplied by alpha / rank.")
     targets: tuple[str, ...] = Field(
-        (), description="Last parts of the names of the adapted layers; none: all linear layers but the head."
+        (), description="Last parts of the names of adapted layers; none: all linear layers except the head."
     )
-    head: bool = Field(False, description="Adapt the head, too.")
+    head: bool = Field(False, description="Also adapt the head.")
     quantised: Literal["none", "nf4"] = Field(
-        "none", description="nf4: the model's own layers in 4 bits (QLoRA, by bitsandbytes); for one process."
+        "none", description="nf4: quantise the model's own layers to 4 bits (QLoRA, bitsandbytes); for one process."
     )
     result: Literal["adapters", "merged"] = Field(
-        "adapters", description="What the run saves at its end: adapters for peft, or the model with them added."
+        "adapters", description="Output of the run: adapters for peft, or the model with the adapters merged."
     )
 
     @model_validator(mode="after")
     def _adapted(self) -> Self:
         if self.quantised != "none" and not (self.rank or self.path):
-            raise ValueError("quantised weights cannot be trained, only adapters beside them: give lora.rank")
+            raise ValueError("quantised weights cannot be trained, only adapters on them: give lora.rank")
         return self
 
 
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate: how far a step moves a weight, so at most 1.")
+    lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate: about the step of a weight, so at most 1.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.999), description="AdamW betas."
     )
     weight_decay: float = Field(
-        0.01, ge=0, le=100, description="AdamW weight decay; a step takes lr * weight_decay of each weight away."
+        0.01, ge=0, le=100, description="AdamW weight decay; a step removes lr * weight_decay of each weight."
     )
     decay: Literal["all", "matrices"] = Field(
-        "all", description="Which weights decay: all, or matrices alone, without norms and biases."
+        "all", description="Weights that decay: all, or only matrices, without norms and biases."
     )
     grad_clip: float = Field(
-        1.0, ge=0, le=1e6, description="Gradient norm is clipped here; 0 = off, and no norm in use reaches 1e6."
+        1.0, ge=0, le=1e6, description="Largest gradient norm; larger ones are clipped. 0: off, as is 1e6 in practice."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up.")
-    min_lr: float = Field(0.0, ge=0, le=1, description="Learning rate in which a linear or cosine schedule ends.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Schedule after the warm-up.")
+    min_lr: float = Field(0.0, ge=0, le=1, description="Final learning rate of a linear or cosine schedule.")
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Optimiser steps of linear warm-up.")
     minibatches: int = Field(2, ge=1, le=MOST_ANSWERS, description="Optimiser steps per pass over a step's answers.")
-    passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in an order of its own.")
+    passes: int = Field(1, ge=1, le=100, description="Passes over a step's answers, each in a new order.")
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
         le=MOST_TOKENS,
         description="Tokens per forward pass and rank; None: chosen at the start from the GPU's memory, on CPUs "
-        f"{DEFAULT_PASS}, or more where the longest sequence has more.",
+        f"{DEFAULT_PASS}, or more if the longest sequence needs it.",
     )
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimiser steps of a training step in which every mini-batch has an advantage."""
+        """Optimiser steps of a training step if every mini-batch has an advantage."""
         return self.minibatches * self.passes
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
 
 
 class SavedAdapters(BaseModel):
-    """What peft has written about adapters; entries that are not read here are in `model_extra`."""
+    """peft's description of saved adapters; entries that are not read here are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -151,10 +151,10 @@ class SavedAdapters(BaseModel):
 
 
 def with_saved(options: LoraConfig) -> LoraConfig:
-    """The options of adapters with the rank, the alpha and the layers of those in `path`, if there is one.
+    """Return the options with the rank, alpha and layers of the adapters in `path`, if set.
 
     Raises:
-        ConfigError: there are no such adapters, they are of another kind, or an option says something else.
+        ConfigError: there are no such adapters, they are of another kind, or an option contradicts them.
     """
     if options.path is None:
         return options
@@ -179,10 +179,10 @@ def with_saved(options: LoraConfig) -> LoraConfig:
 
 
 def saved_adapters(folder: str) -> SavedAdapters:
-    """What peft has written about the adapters in a folder.
+    """Read peft's description of the adapters in a folder.
 
     Raises:
-        ConfigError: it holds none, they are no LoRA, or the file is damaged.
+        ConfigError: the folder holds none, they are not LoRA, or the file is damaged.
     """
     file = Path(os.path.expanduser(folder)) / ADAPTER_FILE
     with os_errors_as(ConfigError, f"lora.path: {folder} cannot be read"):

@@ -1,6 +1,6 @@
-"""Which model a run takes, and what it changes in its configuration, as options and recipes write it.
+"""Locate the model of a run, and parse overrides of its configuration from options and recipes.
 
-Neither torch nor transformers is needed.
+Needs neither torch nor transformers.
 """
 
 import os
@@ -16,20 +16,20 @@ from exgrpo.train.common.errors import ConfigError, ModelError, os_errors_as, sh
 from exgrpo.train.common.functions import ASSETS, PREFIX, model_names
 from exgrpo.train.common.plain import parse_yaml
 
-# In this order: what reads as a number is one (YAML takes 1e6 for a text).
+# Tried in this order, so that texts that are numbers become numbers (YAML reads 1e6 as text).
 Scalar = Annotated[StrictBool | StrictInt | float | str, Field(union_mode="left_to_right")]
 
 
 def to_arguments(overrides: Mapping[str, Any]) -> list[str]:
-    """The overrides as they stand on a command line: KEY=VALUE each."""
+    """Format overrides for a command line: KEY=VALUE each."""
     return [f"{key}={value}" for key, value in overrides.items()]
 
 
 def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """The inverse of `to_arguments`.
+    """Parse KEY=VALUE arguments; the inverse of `to_arguments`.
 
     Raises:
-        ConfigError: an argument is not KEY=VALUE, or the value is no YAML.
+        ConfigError: an argument is not KEY=VALUE, or the value is not YAML.
     """
     overrides = {}
     for argument in arguments:
@@ -43,7 +43,7 @@ def from_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-# tyro's own way to write a mapping depends on what its default holds, and could not empty it.
+# tyro's own syntax for mappings depends on the default's content and cannot express an empty one.
 Overrides = Annotated[
     dict[str, Scalar],
     PrimitiveConstructorSpec(
@@ -57,10 +57,10 @@ Overrides = Annotated[
 
 
 def located(path: str) -> str:
-    """The folder that a model's path means, or the hub name that it is.
+    """Return the local folder of a model's path, or the hub name.
 
     Args:
-        path: a local folder, builtin:NAME for a model that ships with the package, or a hub name.
+        path: a local folder, builtin:NAME for a model of this package, or a hub name.
 
     Raises:
         ModelError: it is none of them, or the folder holds no model.
@@ -76,7 +76,7 @@ def located(path: str) -> str:
             folder = Path(os.path.expanduser(path))
             if not (folder / "config.json").is_file():
                 if (folder / "adapter_config.json").is_file():
-                    way = f"name the model that they are for, and --lora.path {shlex.quote(str(folder))} beside it"
+                    way = f"name the model that they are for, and --lora.path {shlex.quote(str(folder))} as well"
                     raise ModelError(f"policy.path: {folder} holds adapters and no model: {way}")
                 there = f": {folder / 'model'} does" if (folder / "model" / "config.json").is_file() else ""
                 raise ModelError(f"policy.path: {folder} holds no config.json, so no Hugging Face model{there}")
@@ -85,5 +85,5 @@ def located(path: str) -> str:
 
 
 def on_hub(path: str) -> bool:
-    """Whether a model's path is a hub name. Raises ModelError as `located` does."""
+    """Return True if a model's path is a hub name; raises ModelError as `located` does."""
     return not Path(located(path)).is_dir()

@@ -1,4 +1,4 @@
-"""Configurations from YAML recipes and the command line."""
+"""Build configurations from YAML recipes and the command line."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +20,17 @@ from exgrpo.train.config.section import explain
 PROGRAM = "exgrpo train"
 DEFAULT_RUN = ASSETS / DEFAULT_TASK / "recipe.yaml"
 NAMED = ("policy.path", "data.train")
-"""What has no default: a model and questions."""
+"""Options without a default: a model and questions."""
 IN_RECIPES = ("data.sources", "evaluation.sets")
-"""What a command line has no good form for."""
+"""Options that only recipes can set: command lines have no good syntax for them."""
 MOST_BASES = 100
-"""In a chain of recipes, each of which names the next one as its base; Python reads no chain of a thousand."""
+"""Longest chain of `base` recipes; Python's recursion limit allows less than a thousand."""
 GONE = (("objective", "shift"),)
-"""Options that have left, without an effect on runs that go on: those of earlier versions have them stored."""
+"""Removed options without effect that checkpoints of earlier versions still contain."""
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
-    """Check nested plain values; `origin` (a file or "command line") opens every error message."""
+    """Validate nested plain values; `origin` (a file or "command line") opens every error message."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -38,7 +38,7 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 
 
 def validate_stored(values: dict[str, Any], origin: str) -> Config:
-    """Return the configuration that a checkpoint holds; raises as `validate`."""
+    """Return the configuration of a checkpoint; raises as `validate`."""
     kept = {
         name: {key: value for key, value in section.items() if (name, key) not in GONE}
         if isinstance(section, dict)
@@ -49,12 +49,12 @@ def validate_stored(values: dict[str, Any], origin: str) -> Config:
 
 
 def changed(config: Config, values: dict[str, Any]) -> Config:
-    """A configuration with other values, by dotted key."""
+    """Return a configuration with other values, by dotted key."""
     return validate(merged(config.model_dump(), values), ", ".join(values))
 
 
 def load_recipe(path: Path) -> Config:
-    """Read a YAML recipe of a run; see `read_recipe`."""
+    """Read the configuration of a YAML recipe; raises as `read_recipe`."""
     return validate(read_recipe(path), str(path))
 
 
@@ -64,7 +64,7 @@ def load_stored(path: Path) -> Config:
 
 
 def unfinished(values: dict[str, Any], origin: str, needed: Sequence[str] = ()) -> Config:
-    """The configuration of a recipe that may leave `NAMED` keys out: the `needed` ones to the command line."""
+    """Return the configuration of a recipe that may lack `NAMED` keys; the command line must give the `needed` ones."""
     config = validate(merged(dict.fromkeys(NAMED, ""), values), origin)
     for key in needed:
         section, name = key.split(".")
@@ -75,14 +75,14 @@ def unfinished(values: dict[str, Any], origin: str, needed: Sequence[str] = ()) 
 
 
 def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The values of a YAML recipe, nested. Its keys may be nested or dotted ("experience.ratio: 0.25").
+    """Read the nested values of a YAML recipe. Its keys may be nested or dotted ("experience.ratio: 0.25").
 
-    A recipe may name another under the key `base` (builtin:NAME, or a path relative to its own) and then holds only
-    what differs. An empty mapping, such as `policy.overrides: {}`, takes back all that the base has there.
-    `seen` are the recipes that led to this one.
+    The key `base` may name another recipe (builtin:NAME, or a path relative to this one), which this one then
+    overrides. An empty mapping, such as `policy.overrides: {}`, removes all that the base has there. `seen` are the
+    recipes that led to this one.
 
     Raises:
-        ConfigError: it is missing or not a mapping, its bases lead back to it, or a section holds a plain value.
+        ConfigError: the file is missing or not a mapping, its bases form a cycle, or a section has a plain value.
     """
     if path in seen:
         raise ConfigError(f"{path}: its chain of `base` recipes leads back to itself")
@@ -92,7 +92,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         if not path.is_file():
             raise ConfigError(f"{path}: no such recipe")
         with path.open("rb") as file:
-            content = file.read(4 * LONGEST + 1)  # a character has four bytes at most; what is longer is refused
+            content = file.read(4 * LONGEST + 1)  # UTF-8 has at most 4 bytes per character; longer files are rejected
     try:
         raw = parse_yaml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -113,10 +113,10 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    """Nested values of several layers, keys nested or dotted; later layers beat earlier ones.
+    """Merge nested values, keys nested or dotted; later layers override earlier ones.
 
     Raises:
-        ConfigError: a key has a plain value and keys of its own, too.
+        ConfigError: a key has a plain value and also keys of its own.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -126,7 +126,7 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 
 def _merge(into: dict[str, Any], values: dict[str, Any], depth: int = 0) -> None:
     for key, value in values.items():
-        # Keys within the value of an option, as the names in reward.parts, may hold dots.
+        # Keys inside an option's value, such as names in reward.parts, may contain dots.
         *sections, name = str(key).split(".") if depth < 2 else [str(key)]
         target = into
         for section in sections:
@@ -140,22 +140,22 @@ def _merge(into: dict[str, Any], values: dict[str, Any], depth: int = 0) -> None
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     section = values.setdefault(name, {})
     if not isinstance(section, dict):
-        raise ConfigError(f"{name} is a section of keys, and the value {shown(section)} stands in its place: remove it")
+        raise ConfigError(f"{name} is a section of keys, and not the value {shown(section)}: remove it")
     return section
 
 
 def read_recipes(paths: Sequence[Path]) -> dict[str, Any]:
-    """The values of several recipes, of which later ones beat earlier ones; see `read_recipe`."""
+    """Read and merge several recipes, later ones overriding earlier ones; raises as `read_recipe`."""
     return merged(*(read_recipe(path) for path in paths))
 
 
 def origin_of(paths: Sequence[Path]) -> str:
-    """The names of recipes, for messages."""
+    """Format the names of recipes for messages."""
     return " with ".join(map(str, paths))
 
 
 class RecipeArgument(BaseModel):
-    """The one option that is not part of a configuration."""
+    """The command-line option that is not part of a configuration."""
 
     recipe: Annotated[
         tuple[Path, ...],
@@ -165,8 +165,8 @@ class RecipeArgument(BaseModel):
 
 
 def split_recipe(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The recipes that a command line names, and its other arguments."""
-    # The deepspeed launcher adds --local_rank; ranks are read from the environment.
+    """Return the recipes named on a command line, and its other arguments."""
+    # The deepspeed launcher adds --local_rank; ranks are read from the environment instead.
     argv = [argument for argument in argv if not argument.startswith("--local_rank")]
     with one_line(RecipeArgument, PROGRAM):
         chosen, rest = tyro.cli(RecipeArgument, args=argv, return_unknown_args=True, add_help=False)
@@ -174,7 +174,7 @@ def split_recipe(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def recipe_path(path: Path, folder: Path = Path()) -> Path:
-    """Where the recipe of a built-in task is, if a path is its name, builtin:NAME; other paths begin at the folder.
+    """Return the path of a recipe: a built-in task's for builtin:NAME, otherwise relative to the folder.
 
     Raises:
         ConfigError: there is no such task.
@@ -190,20 +190,20 @@ def recipe_path(path: Path, folder: Path = Path()) -> Path:
 
 
 def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequence[str] = NAMED) -> Config:
-    """Resolve `[--recipe FILE]* [--section.field VALUE ...]` into a configuration, on top of `default`.
+    """Parse `[--recipe FILE]* [--section.field VALUE ...]` into a configuration, on top of `default`.
 
-    Without a recipe and a default it is the default run's, unless a model or questions are named. `needed` are those
-    of the `NAMED` keys that must be given then.
+    Without a recipe and a default it starts from the default run, unless a model or questions are named; the keys of
+    `NAMED` in `needed` must then be given.
 
     Raises:
-        ConfigError: the recipe is wrong, an option is unknown (the message names the near one) or one of `IN_RECIPES`,
+        ConfigError: the recipe is wrong, an option is unknown (the message suggests a near one) or one of `IN_RECIPES`,
             or a value is impossible.
     """
     recipes, rest = split_recipe(argv)
     settled = default.lora if default else None
     options = set(names(rest))
     if refused := [option for option in options if option.startswith(IN_RECIPES)]:
-        raise ConfigError(f"--{refused[0]}: {' and '.join(IN_RECIPES)} stand in recipes only")
+        raise ConfigError(f"--{refused[0]}: {' and '.join(IN_RECIPES)} are for recipes only")
     check_names(rest, Config, RecipeArgument)
     if recipes or default is None:
         own = recipes or ([] if options & set(NAMED) else [DEFAULT_RUN])
@@ -216,13 +216,13 @@ def parse_args(argv: list[str], default: Config | None = None, *, needed: Sequen
             prog=PROGRAM,
             config=(tyro.conf.FlagConversionOff,),  # --policy.gradient_checkpointing True, as in a recipe
             description=f"{Config.__doc__} --recipe FILE, once or more, is read before the options below are applied; "
-            f"{' and '.join(IN_RECIPES)} stand in recipes only.",
+            f"{' and '.join(IN_RECIPES)} are for recipes only.",
             use_underscores=True,
         )
-    # The options of a run that goes on are settled.
+    # A resumed run keeps its adapters.
     return config if config.lora == settled else config.model_copy(update={"lora": with_saved(config.lora)})
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as a recipe that repeats the run."""
+    """Return the resolved configuration as a recipe that repeats the run."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

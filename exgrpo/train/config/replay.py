@@ -1,4 +1,4 @@
-"""The options of the experience, and what its functions may look at besides their data."""
+"""Options of replay, and the frozen view of them that functions of a replay method get."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,95 +22,93 @@ KINDS: dict[Kind, Functions] = {
     "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
     "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
 }
-"""The functions of a method by kind; `exgrpo.train.replay.rules` finds and checks them."""
+"""Functions of a replay method by kind; `exgrpo.train.replay.rules` finds and checks them."""
 LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
-"""Functions of `expire` that need a limit, and its option."""
+"""Functions of `expire` that need a limit, with its option."""
 
 
 class ExperienceConfig(Section):
-    """What is kept and replayed (algorithm of arXiv 2510.02245, sections 3.2 and 3.3; recipes/replay has others)."""
+    """Storage and replay of answers (algorithm of arXiv 2510.02245, sections 3.2 and 3.3; others in recipes/replay)."""
 
     ratio: float = Field(
-        0.5, ge=0, le=1, description="rho: share of a batch that is replayed (see compose); 0 = on-policy GRPO."
+        0.5, ge=0, le=1, description="rho: replayed share of a batch (see compose); 0: on-policy GRPO."
     )
     start_pass_rate: float = Field(
         0.35,
         ge=0,
         le=1,
-        description="Replay starts after a step whose batch Pass@1 exceeds this; 0 = at once.",
+        description="Replay starts after a step whose batch Pass@1 exceeds this; 0: at once.",
     )
     admit: Annotated[str, KINDS["admit"].checked] = Field(
-        "successes", description=f"Which answers are stored: {KINDS['admit'].choices}"
+        "successes", description=f"Answers to store: {KINDS['admit'].choices}"
     )
     prioritise: Annotated[str, KINDS["prioritise"].checked] = Field(
-        "gaussian", description=f"By what replayed questions or answers are drawn: {KINDS['prioritise'].choices}"
+        "gaussian", description=f"Sampling weights of replayed questions or answers: {KINDS['prioritise'].choices}"
     )
     compose: Annotated[str, KINDS["compose"].checked] = Field(
-        "mixed", description=f"How a batch is made of fresh and replayed answers: {KINDS['compose'].choices}"
+        "mixed", description=f"Composition of a batch from fresh and replayed answers: {KINDS['compose'].choices}"
     )
     expire: tuple[Annotated[str, KINDS["expire"].checked], ...] = Field(
         ("retirement",),
-        description=f"What is forgotten; any of {KINDS['expire'].choices} retirement: questions that all fresh answers "
-        "of a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
+        description=f"Removal of stored answers; any of {KINDS['expire'].choices} retirement: questions that all fresh "
+        "answers of a step solve, at least two, leave for good. age, uses and capacity follow from their limits below.",
     )
-    mu: float = Field(0.5, ge=0, le=1, description="gaussian: centre of the law, as a fraction of K.")
+    mu: float = Field(0.5, ge=0, le=1, description="gaussian: mean, as a fraction of K.")
     sigma: float = Field(
         1.0,
         ge=0.001,
         le=1e6,
-        description="gaussian: width of the law in counts: at 0.001 the likeliest count only, at 1e6 all alike.",
+        description="gaussian: standard deviation in counts: at 0.001 only the likeliest count, at 1e6 uniform.",
     )
-    age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps in which a weight falls to 1/e.")
+    age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps until a weight falls to 1/e.")
     trajectory: TrajectoryRule = Field(
-        "lowest_entropy", description="Which stored answer of a drawn question is replayed."
+        "lowest_entropy", description="Selection of the replayed answer of a drawn question."
     )
     replayed: int = Field(
-        1, ge=1, le=MOST_SAMPLES - 1, description="mixed, appended: replayed answers in a group, as far as there are."
+        1, ge=1, le=MOST_SAMPLES - 1, description="mixed, appended: replayed answers in a group, if so many are stored."
     )
     advantage: Literal["group", "stored"] = Field(
         "group",
-        description="Of a replayed answer: in the group that it joins, or stored: in the one that it was written in.",
+        description="Advantage of a replayed answer: in the group that it joins, or stored: in its original one.",
     )
     count_replayed: bool = Field(
         False, description="Count replayed answers as successes when a mixed group's accuracy is estimated."
     )
     bucket_by: BucketBy = Field(
         "success_count",
-        description="reward_deviation, for continuous rewards: the spread of a group's rewards stands for its success "
-        "count, what beats its group's mean is a success to store, replay starts by the mean reward, and a question "
-        "is solved when every answer that counts is a success.",
+        description="reward_deviation, for continuous rewards: the spread of a group's rewards replaces its success "
+        "count, an answer above its group's mean is a success to store, the mean reward starts replay, and a question "
+        "is solved if every answer that counts is a success.",
     )
     band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
         (0.25, 0.75),
-        description="again, returning: pass rates of prompts that come back; admit in_band: of groups to store.",
+        description="again, returning: range of pass rates of prompts to repeat; admit in_band: of groups to store.",
     )
-    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again, returning: steps until a prompt may come back.")
-    lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between the answers of a group and its update.")
-    hard: float = Field(0.125, ge=0, le=1, description="bapo: a prompt with at most this pass rate is hard.")
+    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again, returning: steps until a prompt may return.")
+    lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between a group's generation and its update.")
+    hard: float = Field(0.125, ge=0, le=1, description="bapo: largest pass rate of a hard prompt.")
     max_per_question: int | None = Field(
-        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many per question."
+        None, ge=1, le=MOST_ANSWERS, description="Keep only the latest so many answers per question."
     )
-    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay what is older than so many steps.")
+    max_age: int | None = Field(None, ge=1, le=MOST_STEPS, description="Never replay answers older than so many steps.")
     max_uses: int | None = Field(
-        None, ge=1, le=MOST_STEPS, description="Replay an answer, or let a prompt come back, at most so often."
+        None, ge=1, le=MOST_STEPS, description="Replay an answer, or repeat a prompt, at most so often."
     )
-    capacity: int | None = Field(
-        None, ge=1, le=MOST_ROWS, description="Keep the latest so many answers of all questions together."
-    )
+    capacity: int | None = Field(None, ge=1, le=MOST_ROWS, description="Keep only the latest so many answers in total.")
 
     folder: Folder | None = Field(
         None,
-        description="A folder on a disk of this machine for the tokens of stored answers, which then need no RAM. Each "
-        "rank has files of its own there, which go when it ends.",
+        description="Folder on a local disk for the tokens of stored answers, which then need no RAM. Each rank has "
+        "files of its own there, which are deleted when it ends.",
     )
     start: Path | None = Field(
         None,
-        description="An exported experience, or a file of traces (parquet, JSONL, JSON), that fills the buffer before "
-        "the first step.",
+        description="Exported experience, or file of traces (parquet, JSONL, JSON), with which to fill the buffer "
+        "before the first step.",
     )
     start_log_prob: Literal["recompute", "keep", "unknown"] = Field(
         "recompute",
-        description="start: old log-probs. recompute: by this run's policy, except where the file has those of a "
+        description="start: source of old log-probs. recompute: this run's policy, except if the file has those of a "
         "policy that began as this run's policy.path; keep: the file's, where it has them; unknown: 0, as if the "
         "writer had been certain.",
     )
@@ -128,22 +126,22 @@ class ExperienceConfig(Section):
 
     @property
     def forgets(self) -> tuple[str, ...]:
-        """The functions of `expire`, and those whose limit is given."""
+        """Functions of `expire`, including those implied by a limit."""
         implied = [name for name, limit in LIMITS.items() if getattr(self, limit) is not None]
         return (*self.expire, *(name for name in implied if name not in self.expire))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a function of the experience may look at besides its data.
+    """Options that functions of a replay method may use.
 
     Attributes:
-        options: of the experience.
+        options: options of the experience.
         samples: K, answers per question.
-        success: a reward of at least this is a success.
-        scale_by_std: advantages are divided by the standard deviation of their group.
-        baseline: what an answer's reward is compared with, as `objective.baseline`.
-        beta1: of the baseline log_mean_exp.
+        success: reward from which on an answer is a success.
+        scale_by_std: divide advantages by the standard deviation of their group.
+        baseline: baseline of an answer's reward, as `objective.baseline`.
+        beta1: parameter of the baseline log_mean_exp.
     """
 
     options: ExperienceConfig

@@ -1,4 +1,4 @@
-"""How answers are sampled in training: from which words, how many, by what, and what replies within one."""
+"""Options of generation in training: sampling, engines and environments."""
 
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ def _address(url: str) -> str:
 
 
 class RolloutConfig(CorrectionConfig):
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     samples: int = Field(8, ge=2, le=MOST_SAMPLES, description="K: answers per question (group size).")
     temperature: Temperature = Field(
@@ -37,42 +37,42 @@ class RolloutConfig(CorrectionConfig):
     )
     top_p: TopP = Field(
         1.0,
-        description="Nucleus sampling in training; 1 = off. Where top_p, top_k or min_p leave a part of the tokens, "
-        "ratios, loss, entropy bonus and divergence are over this part, which is stored with the answer.",
+        description="Nucleus sampling in training; 1: off. If top_p, top_k or min_p restrict the tokens, ratios, loss, "
+        "entropy bonus and divergence are over the allowed ones, which are stored with the answer.",
     )
     top_k: int = Field(
-        0, ge=0, le=MOST_KEPT, description="Sample from so many of the likeliest tokens; 0 = off. vLLM needs it to cut."
+        0, ge=0, le=MOST_KEPT, description="Sample from so many of the likeliest tokens; 0: off. vLLM needs it to cut."
     )
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="Sample from tokens with at least so much of the likeliest one's probability."
+        0.0, ge=0, lt=1, description="Sample from tokens with at least this fraction of the highest probability."
     )
-    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are cut and marked.")
+    max_tokens: int = Field(2048, ge=1, le=LONGEST, description="Longest response; longer ones are truncated.")
     stop: tuple[StopString, ...] = Field(
-        (), description="Strings that end an answer: their tokens are trained on, but are no part of the graded text."
+        (), description="Strings that end an answer: their tokens are trained on, but not graded."
     )
     batch_tokens: int = Field(
         65536,
         ge=1,
         le=MOST_TOKENS,
-        description="Prompt + response tokens generated at once per rank; vLLM on GPUs goes by its cache instead.",
+        description="Prompt + response tokens generated at once per rank; vLLM on GPUs uses its cache size instead.",
     )
     engine: Literal["auto", "transformers", "vllm", "server"] = Field(
         "auto",
-        description="What generates; auto: rollout.servers if any, on GPUs vLLM where it can, else transformers.",
+        description="Generation engine; auto: rollout.servers if any, on GPUs vLLM if it can, else transformers.",
     )
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
         le=16384,
-        description="vLLM: GiB per rank for keys and values, on GPUs of as many answers as have room there; None: "
-        "chosen at the start from the GPU's memory, on CPUs 1.",
+        description="vLLM: GiB per rank for keys and values, on GPUs for as many answers as fit; None: chosen at the "
+        "start from the GPU's memory, on CPUs 1.",
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=MOST_PROCESSES, description="vLLM: so many neighbouring ranks make one engine."
+        1, ge=1, le=MOST_PROCESSES, description="vLLM: number of neighbouring ranks per engine."
     )
     sleep_level: Literal[0, 1, 2] = Field(
         2,
-        description="vLLM on GPUs, while the trainer updates: 1 moves weights to CPU memory, 2 drops them, 0 keeps.",
+        description="vLLM on GPUs, during updates: 1 moves its weights to CPU memory, 2 drops them, 0 keeps them.",
     )
     servers: tuple[Annotated[str, AfterValidator(_address)], ...] = Field(
         (), description="vLLM servers that generate, http://host:port each."
@@ -81,30 +81,30 @@ class RolloutConfig(CorrectionConfig):
         0,
         ge=0,
         le=1000,
-        description="Dynamic sampling (DAPO): until every group of the batch has a gradient, ask as many further "
-        "questions, at most so many times; groups without one are left out.",
+        description="Dynamic sampling (DAPO): replace groups without a gradient by further questions, at most so many "
+        "times; then drop them.",
     )
     ahead: bool = Field(
         False,
-        description="Generate the next step's answers while this step's update runs; needs servers and "
+        description="Generate the next step's answers during this step's update; needs servers and "
         "rollout.behaviour=engine.",
     )
     check_every: int = Field(
         20,
         ge=0,
         le=MOST_STEPS,
-        description="Compare the engine's log-probs with the trainer's every so many steps; 0: at the start.",
+        description="Compare the engine's log-probs with the trainer's every so many steps; 0: only at the start.",
     )
 
     @property
     def cut(self) -> dict[str, Any]:
-        """What `Sampling` is told where a part of the vocabulary is left; else nothing."""
+        """Arguments of `Sampling` if top_p, top_k or min_p restrict the vocabulary, else empty."""
         cut = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {**cut, "kept": True} if (self.top_p, self.top_k, self.min_p) != (1, 0, 0) else {}
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Whether the options go together. Raises ValueError."""
+    """Check combinations of options; raises ValueError."""
     if rollout.engine == "server" and not rollout.servers:
         raise ValueError("rollout.engine=server needs rollout.servers: name at least one, http://host:port")
     if len({*rollout.servers}) < len(rollout.servers):
@@ -116,13 +116,13 @@ def check_rollout(rollout: RolloutConfig) -> None:
         )
     if rollout.cut and rollout.servers:
         raise ValueError(
-            "rollout.top_p, top_k and min_p need the tokens that they leave, which servers do not give: leave them "
+            "rollout.top_p, top_k and min_p need the allowed tokens, which servers do not return: leave them "
             "out, or take rollout.engine transformers or vllm in place of rollout.servers"
         )
     if rollout.cut and rollout.engine == "vllm" and not rollout.top_k:
         raise ValueError(
-            "rollout.top_p and min_p need rollout.top_k where vLLM generates, which tells the tokens that are left "
-            "among so many of the likeliest ones: set rollout.top_k, 50 for instance"
+            "rollout.top_p and min_p need rollout.top_k with vLLM, which returns the allowed tokens only among so many "
+            "of the likeliest ones: set rollout.top_k, 50 for instance"
         )
     if rollout.ahead and rollout.refills:
         raise ValueError(
@@ -137,19 +137,19 @@ def check_rollout(rollout: RolloutConfig) -> None:
 
 
 class EnvironmentConfig(Section):
-    """What replies to the policy within an answer: tools, games, users (docs/environments.md)."""
+    """Environment that replies within an answer: tools, games, users (docs/environments.md)."""
 
     function: Annotated[str, ENVIRONMENTS.checked] | None = Field(
-        None, description=f"What replies: {ENVIRONMENTS.choices} None: nothing does."
+        None, description=f"Environment: {ENVIRONMENTS.choices} None: none."
     )
     stop: tuple[StopString, ...] | None = Field(
         None,
         description="Strings at which the policy waits for a reply, besides the EOS token; None: the function's.",
     )
     role: Literal["user", "tool"] | None = Field(
-        None, description="Replies are messages of this role in the chat template; None: they are text as it is."
+        None, description="Role of replies in the chat template; None: plain text."
     )
-    turns: int = Field(8, ge=2, le=MOST_TURNS, description="Turns of the policy in an answer, at most.")
+    turns: int = Field(8, ge=2, le=MOST_TURNS, description="Largest number of turns of the policy in an answer.")
     time_limit: float = Field(
-        10.0, gt=0, le=3600, description="Seconds for a reply, at most an hour; then the answer ends unfinished."
+        10.0, gt=0, le=3600, description="Seconds for a reply, at most an hour; later the answer ends unfinished."
     )

@@ -1,4 +1,4 @@
-"""Sections of a configuration: what they have in common, the dotted keys of their values, and what is wrong with these.
+"""Sections of a configuration: shared types, dotted keys, and messages about wrong values.
 
 Dotted keys: "experience.ratio" is the value `ratio` of the section `experience`.
 """
@@ -18,7 +18,7 @@ _AS_IN_YAML = {"tuple_type": "list", "dict_type": "mapping", "model_type": "mapp
 
 
 class Section(BaseModel):
-    """A group of fields: immutable, closed to unknown keys, and to numbers that are not finite."""
+    """Group of fields: immutable, rejects unknown keys and numbers that are not finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
@@ -28,14 +28,14 @@ def _several(sources: Any) -> Any:
 
 
 Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
-"""One or several sources of questions; in a recipe, one may stand without a list."""
+"""One or several sources of questions; in a recipe, a single one needs no list."""
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
-"""vLLM takes lower ones for 0.01; at higher ones every token is about equally likely."""
+"""vLLM treats lower ones as 0.01; at higher ones every token is about equally likely."""
 TopP = Annotated[float, Field(gt=0, le=1)]
 
 
 def _with_line_breaks(text: str) -> str:
-    """The text; not where line breaks have stayed what was typed for them. LaTeX goes on with a small letter: \\neq."""
+    r"""Reject a literal \n where a line break was meant. LaTeX commands continue with a small letter: \neq."""
     if "\n" not in text and re.search(r"\\n(?![a-z])", text):
         raise ValueError(
             "it has a backslash and an n in the place of a line break: write $'...\\n' in a shell, double quotes in a "
@@ -47,18 +47,18 @@ def _with_line_breaks(text: str) -> str:
 Text = Annotated[str, AfterValidator(_with_line_breaks)]
 StopString = Annotated[str, Field(min_length=1), AfterValidator(_with_line_breaks)]
 Folder = Annotated[Path, AfterValidator(lambda folder: Path(os.path.expanduser(folder)))]
-"""Of results; no shell has opened the ~ of a recipe and of --output.folder=~/runs."""
+"""Folder of results. Expand `~`: the shell does not do it in recipes and in --output.folder=~/runs."""
 
 
 def joined(names: Iterable[object]) -> str:
-    """The key of a value, from the names of its sections and its own name."""
+    """Return the dotted key of a value, from the names of its sections and its own name."""
     return ".".join(map(str, names))
 
 
 def flat(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
-    """The values of a nested section by dotted key.
+    """Return the values of a nested section by dotted key.
 
-    The sections of a model are models: its mappings are values. The sections of a mapping are mappings.
+    In a model, nested models are sections and mappings are values; in a mapping, nested mappings are sections.
     """
     kind = BaseModel if isinstance(section, BaseModel) else dict
     values: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def flat(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
 
 
 def known_keys(model: type[BaseModel]) -> list[str]:
-    """The dotted keys of all sections and values that a model may have."""
+    """Return the dotted keys of all sections and values of a model."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(name)
@@ -81,13 +81,13 @@ def known_keys(model: type[BaseModel]) -> list[str]:
 
 
 def explain(error: ValidationError, model: type[BaseModel], origin: str, section: str = "") -> str:
-    """What is wrong with the values of a model, or of one of its sections; of an unknown key the near one.
+    """Describe validation errors of a model or of one of its sections, suggesting near keys for unknown ones.
 
     Args:
-        error: what checking them gave.
-        model: has the keys.
-        origin: of the values: a file, or "command line".
-        section: of all values; empty: they are the whole model's.
+        error: the validation error.
+        model: model with the known keys.
+        origin: source of the values: a file, or "command line".
+        section: section of all values; empty: they are the whole model's.
     """
     lines = []
     for problem in error.errors()[:SHOWN_PROBLEMS]:

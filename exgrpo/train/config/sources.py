@@ -1,4 +1,4 @@
-"""A source of questions: the arguments in its name, builtin:NAME?difficulty=3&size=small, and settings of its own."""
+"""Sources of questions: arguments in their names, builtin:NAME?difficulty=3&size=small, and settings per source."""
 
 import inspect
 import json
@@ -18,16 +18,16 @@ ColumnNames = dict[Literal["question", "answer", "solution"], Annotated[str, Fie
 
 
 class SourceConfig(Section):
-    """Settings of one source of questions; what is None is as for the others."""
+    """Settings of one source of questions; None takes the common option."""
 
     source: str = Field(description="The source, as data.train or data.test has it.")
-    columns: ColumnNames | None = Field(None, description="What it calls its columns, in the place of data.columns.")
-    prompt_format: Text | None = Field(None, description="Of its questions, in the place of data.prompt_format.")
+    columns: ColumnNames | None = Field(None, description="Its column names, in place of data.columns.")
+    prompt_format: Text | None = Field(None, description="Prompt format, in place of data.prompt_format.")
     reward: str | None = Field(
-        None, min_length=1, description="Of its questions, in the place of what it brings; as reward.function."
+        None, min_length=1, description="Reward, in place of the one that it brings; as reward.function."
     )
     stop: tuple[StopString, ...] | None = Field(
-        None, description="Strings that end an answer to its questions, in the place of rollout.stop."
+        None, description="Strings that end an answer to its questions, in place of rollout.stop."
     )
 
 
@@ -35,21 +35,21 @@ SourceConfigs = Annotated[tuple[SourceConfig, ...], tyro.conf.Suppress]
 
 
 def settings_of(source: str, settings: Sequence[SourceConfig]) -> SourceConfig:
-    """The settings of a source."""
+    """Return the settings of a source."""
     return next((one for one in settings if one.source == source), SourceConfig(source=source))
 
 
 def names_of(source: str, options: Any) -> Mapping[str, str]:
-    """What a source calls its columns, by such options as `data` and their `sources`."""
+    """Return a source's column names, from such options as `data` and their `sources`."""
     own = settings_of(source, options.sources).columns
     return {**(options.columns if own is None else own)}
 
 
 def check_sources(settings: Sequence[SourceConfig], sources: Collection[str]) -> None:
-    """Whether settings are of sources that there are, and once of each.
+    """Check that settings belong to existing sources, at most once each.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not.
     """
     named = [one.source for one in settings]
     for source in named:
@@ -63,10 +63,10 @@ def check_sources(settings: Sequence[SourceConfig], sources: Collection[str]) ->
 
 
 def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
-    """The part before the first "?", and the arguments behind it, written as in a URL; their values are YAML.
+    """Return the part before the first "?", and the arguments after it, written as in a URL, with YAML values.
 
     Raises:
-        DataError: what follows the "?" is not NAME=VALUE&NAME=VALUE, a value is no YAML, or a name comes twice.
+        DataError: what follows the "?" is not NAME=VALUE&NAME=VALUE, a value is not YAML, or a name comes twice.
     """
     place, mark, query = source.partition("?")
     if not mark:
@@ -87,22 +87,22 @@ def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def parameters(function: Callable[..., Any], own: Collection[str]) -> dict[str, Any]:
-    """The parameters of a function and their types, without those that it gets anyway."""
+    """Return the parameters of a function with their types, without those in `own`."""
     found = inspect.signature(function, eval_str=True).parameters.values()
     named = [one for one in found if one.name not in own and one.kind is not one.VAR_KEYWORD]
     return {one.name: Any if one.annotation is one.empty else one.annotation for one in named}
 
 
 def checked(source: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a source as its parameters have them: a list as a tuple, a whole number as a float.
+    """Convert the arguments of a source to the types of its parameters: a list to a tuple, an integer to a float.
 
     Args:
-        source: names itself in messages.
+        source: name of the source, for messages.
         given: arguments by name.
         known: types by name.
 
     Raises:
-        DataError: one is unknown, or of another type.
+        DataError: an argument is unknown or has another type.
     """
     for name in given:
         if name not in known:
@@ -115,10 +115,10 @@ def checked(source: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> 
 
 def _typed(source: str, name: str, value: Any, kind: Any) -> Any:
     try:
-        # As JSON, since its arrays may be tuples.
+        # Validated as JSON, whose arrays are accepted for tuples.
         return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise DataError(f"{source}: {name}: {problem} (got {shown(value)})") from None
-    except PydanticUserError:  # a type that no value can be checked against
+    except PydanticUserError:  # a type that pydantic cannot validate
         return value

@@ -104,8 +104,8 @@ def test_what_is_sampled_from_in_training_changes_no_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not give: leave them out"),
-        (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k where vLLM generates"),
+        (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not return: leave them out"),
+        (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k with vLLM"),
         (["--rollout.top_p", "0"], "rollout.top_p: Input should be greater than 0"),
         (["--rollout.min_p", "1"], "rollout.min_p: Input should be less than 1"),
     ],
@@ -166,9 +166,9 @@ def test_bad_values_are_named(tmp_path, text, message):
         ("rollout: {servers: [5]}", r"rollout.servers.0: Input should be a valid string \(got 5\)"),
         ("policy: 5\ndata.train: d", r"policy: Input should be a valid mapping \(got 5\)"),
         (f"base: {DEFAULT_RUN}\nrollout.stop: x", r"rollout.stop: Input should be a valid list \(got 'x'\)"),
-        ("policy: 5\npolicy.path: m", "policy is a section of keys, and the value 5 stands in its place"),
-        ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and the value \['m'\]"),
-        ("policy.overrides:\npolicy: {overrides: {a: 1}}", "overrides is a section of keys, and the value None"),
+        ("policy: 5\npolicy.path: m", "policy is a section of keys, and not the value 5"),
+        ("policy: [m]\npolicy.overrides: {rope_theta: 5}", r"policy is a section of keys, and not the value \['m'\]"),
+        ("policy.overrides:\npolicy: {overrides: {a: 1}}", "overrides is a section of keys, and not the value None"),
         ("steps: 3", "policy is missing; data is missing"),
     ],
 )

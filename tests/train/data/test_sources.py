@@ -198,7 +198,7 @@ def test_settings_of_sources_that_cannot_be(tmp_path, settings, message):
 
 @pytest.mark.parametrize("option", ["data.sources", "evaluation.sets", "evaluation.sets.hard.samples"])
 def test_settings_of_sources_and_sets_are_for_recipes(option):
-    with pytest.raises(ConfigError, match=f"^--{option}: data.sources and evaluation.sets stand in recipes only"):
+    with pytest.raises(ConfigError, match=f"^--{option}: data.sources and evaluation.sets are for recipes only"):
         parse_args([f"--{option}", "x"])
 
 
