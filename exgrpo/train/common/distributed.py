@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, on which device, how plain Python objects travel, and how all fail together."""
+"""Process group of a run: start-up, device, exchange of Python objects, and errors raised on all ranks together."""
 
 import dataclasses
 import datetime
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """The process group of the run.
+    """Process group of the run.
 
     Attributes:
         rank: this process, 0..size-1.
         size: number of processes.
-        device: where this process computes.
-        control: gloo group for Python objects, beside NCCL on GPUs; None where this process is alone.
-        threads: of each process on this machine; None: as torch chooses (GPUs).
-        ranks: the processes of the run on this machine.
+        device: device of this process.
+        control: gloo group for Python objects, in addition to NCCL on GPUs; None if this is the only process.
+        threads: threads of each process on this machine; None: torch's default (GPUs).
+        ranks: processes of the run on this machine.
     """
 
     rank: int
@@ -40,11 +40,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """True for the process that writes and prints."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks, on every rank."""
+        """Return every rank's value, in the order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -53,27 +53,27 @@ class World:
 
     @property
     def kept(self) -> dict[str, int] | None:
-        """What a checkpoint has of the threads, so that a run goes on with as many."""
+        """Thread settings stored in checkpoints, so that a resumed run uses as many."""
         return {"ranks": self.size, "threads": self.threads.count} if self.threads else None
 
     def split(self, items: Sequence[T], ranks: int = 1) -> list[tuple[int, T]]:
-        """This rank's share of `items` with their positions; `ranks` neighbouring ranks have the same one."""
+        """Return this rank's share of `items` with their positions; `ranks` neighbouring ranks get the same one."""
         return [(i, items[i]) for i in range(self.rank // ranks, len(items), self.size // ranks)]
 
     def join(self, share: Sequence[tuple[int, T]]) -> list[T]:
-        """The inverse of `split` over all ranks: all items in their order, on every rank."""
+        """Return all items in order on every rank; the inverse of `split` over all ranks."""
         pairs = [pair for of_rank in self.gather(list(share)) for pair in of_rank]
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Is there where an NVIDIA driver is loaded."""
+"""File that exists only if an NVIDIA driver is loaded."""
 ALONE = World(0, 1, torch.device("cpu"), control=None)
-"""The world of a program that has no ranks."""
+"""World of a program without ranks."""
 
 
 def fail_together(world: World, problem: ExgrpoError | None) -> None:
-    """Say whether this rank has a problem; all ranks call it together.
+    """Raise an error on all ranks if any has one; collective.
 
     Raises:
         ExgrpoError: on every rank, the first problem in the order of ranks.
@@ -84,10 +84,10 @@ def fail_together(world: World, problem: ExgrpoError | None) -> None:
 
 
 def agree(world: World, action: Callable[[], T]) -> T:
-    """What an action gives on this rank; all ranks call it together.
+    """Return the result of an action on this rank; collective.
 
     Raises:
-        ExgrpoError: on every rank, where the action raises one on any.
+        ExgrpoError: on every rank, if the action raises one on any.
     """
     problem: ExgrpoError | None = None
     try:
@@ -99,7 +99,7 @@ def agree(world: World, action: Callable[[], T]) -> T:
 
 
 def on_main(world: World, action: Callable[[], T]) -> T | None:
-    """What an action gives on rank 0, None elsewhere; see `agree`."""
+    """Return the result of an action on rank 0, None elsewhere; collective, raises as `agree`."""
     return agree(world, action if world.is_main else lambda: None)
 
 
@@ -109,9 +109,9 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
     The backend follows the hardware: NCCL on GPUs, gloo on CPUs.
 
     Args:
-        timeout_minutes: a rank that waits longer for others gives up.
-        threads: of each process; None: see `exgrpo.train.common.threads.choose`.
-        kept: `World.kept` of the run that goes on; None: there is none.
+        timeout_minutes: time limit of waiting for other ranks.
+        threads: threads of each process; None: see `exgrpo.train.common.threads.choose`.
+        kept: `World.kept` of the resumed run; None: a new run.
 
     Raises:
         ConfigError: the environment does not describe a group that can be joined.
@@ -154,7 +154,7 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
 
 
 def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
-    """The threads of each process on this machine, which its first one finds out while the others wait."""
+    """Return the threads of each process on this machine, measured by its first process while the others wait."""
     if world.device.type != "cpu":
         return Threads(asked, "distributed.threads") if asked else None
     local_rank, found = int(os.environ["LOCAL_RANK"]), None
@@ -165,9 +165,9 @@ def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mappi
 
 
 def missing_gpu(world: World) -> str | None:
-    """A word for those who expect GPUs where CPUs compute; None: nobody does.
+    """Return a warning if the CPU computes although a GPU is probably expected, else None.
 
-    The launcher starts as many processes as it is told, GPUs or not.
+    The launcher starts as many processes as requested, with or without GPUs.
     """
     driver = DRIVER.exists()
     if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu" or not (driver or world.size > 1):
@@ -191,9 +191,9 @@ def _without_launcher() -> None:
 
 
 def _check_restarts() -> None:
-    """Whether a launcher that starts processes again does so with a store of their own.
+    """Check that a launcher which restarts processes gives each start a store of its own.
 
-    PyTorch's launcher shares one among all starts by default, and it has the addresses of processes that are gone.
+    PyTorch's launcher shares one among all starts by default, which keeps the addresses of ended processes.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         raise ConfigError(
@@ -204,7 +204,7 @@ def _check_restarts() -> None:
 
 
 def check_devices(processes: int, devices: int) -> None:
-    """Whether so many processes of a host have a GPU each, where each of them sees so many. Raises ConfigError."""
+    """Check that every process of a host has a GPU; `devices` is the number visible to each. Raises ConfigError."""
     if processes > devices:
         raise ConfigError(
             f"{processes} processes of the run are to compute on this host, where torch sees {devices} GPUs: start one "
@@ -213,7 +213,7 @@ def check_devices(processes: int, devices: int) -> None:
 
 
 def _skip_unused_cpu_build() -> None:
-    """Keep DeepSpeed from compiling an extension for 100 s that only its inference all-reduce would use."""
+    # DeepSpeed would compile for 100 s an extension that only its inference all-reduce uses.
     from deepspeed.ops import __compatible_ops__
 
     __compatible_ops__["deepspeed_shm_comm"] = False

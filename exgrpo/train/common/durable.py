@@ -1,4 +1,4 @@
-"""Files that survive a loss of power, a way to see that they did, and folders that one process at a time uses."""
+"""Crash-safe files, checksums, and folders locked for one process at a time."""
 
 import fcntl
 import hashlib
@@ -10,15 +10,15 @@ from pathlib import Path
 from exgrpo.train.common.errors import ConfigError, os_errors_as
 
 LOCK = "in_use_by"
-"""The file in a folder that says which process holds it."""
+"""Lock file in a folder; it names the process that holds it."""
 
 
 class DamagedFileError(ValueError):
-    """A file is missing or does not have the content it was written with; the message names it."""
+    """A file is missing or differs from what was written; the message names it."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that its name stands for the old content or the whole new one, at whatever moment power fails."""
+    """Write a file atomically: after a power failure it has either its old or its new content."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -29,13 +29,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def flush_file(path: Path) -> None:
-    """Force a file that was written by whatever means to disk."""
+    """Force the content of a file to disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Force the names of a folder's files to disk."""
+    """Force the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,33 +44,33 @@ def flush_folder(folder: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Force all files under a folder to disk, and their names."""
+    """Force all files under a folder, and their names, to disk."""
     for path in (*folder.rglob("*"), folder):
         flush_folder(path) if path.is_dir() else flush_file(path)
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content in hexadecimal; a file of any size takes little memory."""
+    """Return the SHA-256 of a file in hexadecimal, reading it in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def claim(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process, so that no second one writes into it.
+    """Lock a folder for this process, so that no second one writes into it.
 
-    The system lets go of the lock when the process ends, however it ends; grading processes do not inherit it, as they
-    would a lock of `flock`, which the package filelock takes.
+    The system releases the lock when the process ends, however it ends. Grading processes do not inherit it, unlike a
+    lock by `flock`, which the package filelock uses.
 
     Raises:
-        ConfigError: another process holds it, it cannot be written, or its file system has no locks.
+        ConfigError: another process holds it, it is not writable, or its file system has no locks.
     """
     with os_errors_as(ConfigError, f"{folder} cannot be written"):
         opened = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     with opened as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # file systems answer one or the other
+        except (BlockingIOError, PermissionError):  # depends on the file system
             file.seek(0)
             raise ConfigError(
                 f"{folder} is in use by another process ({file.read().strip()}): wait for it or stop it first"

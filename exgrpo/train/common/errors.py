@@ -1,4 +1,4 @@
-"""The errors that a person can mend. A program prints one as a line; every other exception is a defect, a traceback."""
+"""Errors that users can fix, printed as one line; any other exception is a bug and prints a traceback."""
 
 import difflib
 import os
@@ -12,25 +12,25 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OTHER_RANKS_WAIT = 5.0
-"""Seconds. The launcher looks after its processes once a second."""
+"""Seconds; the launcher polls its processes once a second."""
 
 SHOWN, LONGEST = 200, 4000
-"""Characters of a value in a message, and of a whole message."""
+"""Largest number of characters of a value in a message, and of a whole message."""
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class ExgrpoError(Exception):
-    """The input is wrong or the machine refuses something; the message names it and says what to do.
+    """Wrong input, or a refusal of the machine; the message names it and says what to do.
 
     Attributes:
-        status: the exit status of a program that ends by it.
+        status: exit status of a program that ends with it.
     """
 
     status = 2
 
 
 class ConfigError(ExgrpoError, ValueError):
-    """A recipe, an option or the environment cannot be right; the message names the key and the remedy."""
+    """A recipe, an option or the environment is invalid; the message names the key and the remedy."""
 
 
 class MethodError(ConfigError):
@@ -54,11 +54,11 @@ class GraderError(ExgrpoError, RuntimeError):
 
 
 class RolloutError(ExgrpoError, RuntimeError):
-    """The rollout engine cannot generate any more; the message says why and what to do."""
+    """The rollout engine cannot continue; the message says why and what to do."""
 
 
 class LostProcessError(ExgrpoError, RuntimeError):
-    """Another process of the run has ended or is not reached; the message has the cause that the network gives."""
+    """Another process of the run has ended or is unreachable; the message has the network's error."""
 
 
 class WeightMismatchError(ExgrpoError, RuntimeError):
@@ -66,7 +66,7 @@ class WeightMismatchError(ExgrpoError, RuntimeError):
 
 
 class HaltError(ExgrpoError, RuntimeError):
-    """A program stops because what it does is worth nothing; the message says why and how to go on."""
+    """A program stops because its work has become useless; the message says why and how to continue."""
 
     status = 1
 
@@ -84,7 +84,7 @@ class ReportError(ExgrpoError, ValueError):
 
 
 def cut(text: str, characters: int) -> str:
-    """A text of at most so many characters: a longer one loses its middle, and a message so keeps its remedy."""
+    """Shorten a text to `characters` by removing its middle, so that a message keeps its remedy at the end."""
     if len(text) <= characters:
         return text
     gap = f" ... ({len(text)} characters) ... "
@@ -93,11 +93,11 @@ def cut(text: str, characters: int) -> str:
 
 
 def shown(value: object, characters: int = SHOWN) -> str:
-    """What a message shows of a value that comes from outside: of an exception its text, of all else the literal.
+    """Format an external value for a message: an exception as its text, anything else as a literal.
 
     Args:
-        value: anything; what cannot be printed is named by its type.
-        characters: at most so many are shown, on one line.
+        value: anything; unprintable objects are named by their type.
+        characters: largest length, on one line.
     """
     try:
         if isinstance(value, BaseException):
@@ -107,46 +107,46 @@ def shown(value: object, characters: int = SHOWN) -> str:
         short = reprlib.Repr()
         short.maxstring = short.maxother = short.maxlong = 2 * characters
         return cut(short.repr(value), characters)
-    except BaseException:  # what prints a foreign object may do anything
+    except BaseException:  # a foreign object's repr may raise anything
         return f"<{type(value).__name__} that cannot be printed>"
 
 
 def cause(error: BaseException, file: str | None) -> str:
-    """What a user's function raised, with the line of their file where there is one."""
+    """Format an exception of a user's function, with the line of their file if there is one."""
     return f"{type(error).__name__}: {shown(error)}{place_in(file, error)}"
 
 
 def place_in(file: str | None, error: BaseException) -> str:
-    """The line of a file at which an exception went through it last, in brackets; empty where it did not."""
+    """Return the last line of a file that an exception passed through, in brackets; empty if none."""
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
     return f" ({Path(file).name}, line {lines[-1]})" if file and lines else ""
 
 
 def printable(text: str) -> str:
-    r"""A text for a terminal: what would move its cursor, change its colours or show nothing is written as \x1b."""
+    r"""Escape what would move a terminal's cursor, change its colours or be invisible, as in \x1b."""
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def system_reason(error: Exception) -> str | None:
-    """Why the system refused what a program asked of it; None: the error is none of the system."""
+    """Return the operating system's reason for an error, None if it is not a system error."""
     if isinstance(error, OSError):
         return error.strerror or shown(error)
-    # Libraries in Rust, which write models and tokenizers, have exceptions of their own.
+    # Rust libraries, which write models and tokenizers, have their own exceptions.
     found = _SYSTEM_ERROR.search(shown(error, LONGEST))
     return os.strerror(int(found[1])) if found else None
 
 
 @contextmanager
 def os_errors_as(kind: type[ExgrpoError], problem: str, remedy: str = "") -> Iterator[None]:
-    """Turn an error of the system in this block into an error of the family.
+    """Convert operating-system errors in this block to an ExgrpoError.
 
     Args:
-        kind: class of the error.
-        problem: what cannot be done; the system's reason follows it.
-        remedy: what to do, behind that.
+        kind: class of the new error.
+        problem: what failed; the system's reason is appended.
+        remedy: what to do, appended last.
 
     Raises:
-        ExgrpoError: of this kind.
+        ExgrpoError: of class `kind`.
     """
     try:
         yield
@@ -160,15 +160,15 @@ def os_errors_as(kind: type[ExgrpoError], problem: str, remedy: str = "") -> Ite
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that speaks, as the launcher's environment says before the processes join."""
+    """Return True if this is rank 0 by the launcher's environment, before the processes join."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def print_error(error: ExgrpoError) -> int:
-    """Print an error as one line; returns the program's exit status.
+    """Print an error as one line and return the program's exit status.
 
-    Other ranks than the first name themselves and wait before they print: where the first has the same error, the
-    launcher has ended them by then, and the error is told once.
+    Other ranks than the first add their number and wait before they print: if the first has the same error, the
+    launcher ends them meanwhile, and the error is printed once.
     """
     text = cut(printable(str(error)), LONGEST)
     if is_first_rank():
@@ -181,7 +181,7 @@ def print_error(error: ExgrpoError) -> int:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known key that was probably meant; one that only lacks its section comes before those of other words."""
+    """Return the most similar known key, None without one; a key that only lacks its section is preferred."""
     keys = list(known)
     inner = [one for one in keys if one.endswith(f".{key}")]
     return next(iter(inner or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)), None)

@@ -1,10 +1,10 @@
-"""What a run takes by its name: tasks, rewards and models that ship, and functions, a user's own by their place.
+"""Find tasks, rewards and models by name, and user functions by their place.
 
-A new task needs no edit elsewhere: a task NAME is the module exgrpo.train.data.tasks.NAME, which has a function
-`generate`; its model, tokenizer and recipe lie in exgrpo/assets/NAME.
+A new task needs no edit elsewhere: a task NAME is the module exgrpo.train.data.tasks.NAME with a function `generate`;
+its model, tokenizer and recipe are in exgrpo/assets/NAME.
 
-A name is that of a function of the module, whose own name is that of the kind; a function of one's own is named by its
-place, "package.module:function" or "path/to/file.py:function". Grading processes import this module, and not pydantic.
+A built-in function is named by its name in the module of its kind, a user's function by its place,
+"package.module:function" or "path/to/file.py:function". Grading processes import this module, but not pydantic.
 """
 
 import ast
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from pydantic import AfterValidator
 
 PREFIX = "builtin:"
-"""Begins the name of a task or a model where other sources may be named too."""
+"""Prefix of a built-in task or model where other sources may be named too."""
 ASSETS = Path(__file__).parents[2] / "assets"
 DEFAULT_TASK = "arithmetic"
-"""The task of the default run."""
+"""Task of the default run."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def find_module(package: str, name: str, function: str) -> ModuleType | None:
-    """The module of this name in a package; None where there is none, or it lacks the function."""
+    """Return the module of this name in a package; None if it does not exist or lacks the function."""
     if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
         return None
     module = import_module(f"{package}.{name}")
@@ -42,18 +42,18 @@ def find_module(package: str, name: str, function: str) -> ModuleType | None:
 
 
 def module_names(package: str, function: str) -> list[str]:
-    """The names that `find_module` knows."""
+    """Return the names that `find_module` finds."""
     names = sorted(module.name for module in pkgutil.iter_modules(import_module(package).__path__))
     return [name for name in names if find_module(package, name, function)]
 
 
 def model_names() -> list[str]:
-    """The names of the models in `ASSETS`."""
+    """Return the names of the models in `ASSETS`."""
     return sorted(config.parent.name for config in ASSETS.glob("*/config.json"))
 
 
 def needs(**what: Any) -> Callable[[F], F]:
-    """Say what a function needs of a step, as attributes of the function; the modules of each kind say which exist."""
+    """Declare inputs that a function needs, as attributes of the function; the module of each kind lists them."""
 
     def mark(function: F) -> F:
         vars(function).update(what)
@@ -64,11 +64,11 @@ def needs(**what: Any) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of one kind.
+    """Functions of one kind.
 
     Attributes:
-        module: has them; its own name is that of the kind.
-        option: which names one of them.
+        module: module of the built-in ones, named after the kind.
+        option: option that names one of them.
     """
 
     module: str
@@ -76,13 +76,13 @@ class Functions:
 
     @property
     def kind(self) -> str:
-        """What they are called together."""
+        """Name of the kind."""
         return self.module.rpartition(".")[2]
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of those that ship. Their module is read and not imported: it may import torch, and the options."""
-        # The spec of a module is found by an import of the packages above it, so that of the uppermost one has to do.
+        """Names of the built-in functions. The module is parsed, not imported: it may import torch, and the options."""
+        # find_spec of a submodule imports its parent packages, so only the top one is looked up.
         package, *below = self.module.split(".")
         spec = find_spec(package)
         assert spec is not None
@@ -94,21 +94,21 @@ class Functions:
 
     @property
     def choices(self) -> str:
-        """The names, for the help."""
+        """Names for the help."""
         return f"{', '.join(self.names)}, or a function by its place."
 
     @property
     def checked(self) -> "AfterValidator":
-        """Checks the name in an option."""
+        """Validator of the option's value."""
         from pydantic import AfterValidator
 
         return AfterValidator(self.check)
 
     def check(self, name: str) -> str:
-        """The name, if it can be one.
+        """Return the name if it is valid.
 
         Raises:
-            ValueError: it is neither here nor a place.
+            ValueError: it is neither a built-in name nor a place.
         """
         if name in self.names or all(name.rpartition(":")[::2]):
             return name
@@ -120,7 +120,7 @@ class Functions:
         )
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The function of that name.
+        """Return the function of that name.
 
         Raises:
             ConfigError: there is none, or its module or file cannot be loaded.
@@ -135,12 +135,12 @@ class Functions:
 
 
 def load_function(name: str, kind: str, error: type[ExgrpoError]) -> Any:
-    """What stands at a Python path.
+    """Return the function at a Python path.
 
     Args:
-        name: "package.module:function" for what can be imported, "path/to/file.py:function" for a file.
-        kind: what it is to be, for messages.
-        error: raised where the module or file cannot be loaded or lacks the attribute.
+        name: "package.module:function" for an importable module, "path/to/file.py:function" for a file.
+        kind: its kind, for messages.
+        error: class of the error if the module or file cannot be loaded or lacks the attribute.
     """
     module = load_place(name, kind, error)
     attribute = name.rpartition(":")[2]
@@ -155,7 +155,7 @@ def load_function(name: str, kind: str, error: type[ExgrpoError]) -> Any:
 
 
 def load_place(name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
-    """The module or file of a Python path, loaded; raises as `load_function`."""
+    """Load the module or file of a Python path; raises as `load_function`."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return _load_file(place, name, kind, error)

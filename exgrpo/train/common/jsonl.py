@@ -1,4 +1,4 @@
-"""Lines of JSON, of files that people give and of those of a run."""
+"""Read lines of JSON, from users' files and from those of a run."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +10,12 @@ from exgrpo.train.common.errors import shown
 
 
 class Line(NamedTuple):
-    """A line that is not empty.
+    """A non-empty line.
 
     Attributes:
-        number: from 1, empty lines counted.
-        value: that it holds; None where it is no JSON.
-        problem: why it is none; empty: it is.
+        number: line number from 1, empty lines counted.
+        value: parsed value; None if it is not valid JSON.
+        problem: reason why it is invalid; empty if valid.
     """
 
     number: int
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def parsed(lines: Iterable[str | bytes], parse: Callable[[str | bytes], Any] = plain.parse_json) -> Iterator[Line]:
-    """The values of lines; `parse` raises a ValueError at what is none."""
+    """Yield the parsed non-empty lines; `parse` raises ValueError for invalid ones."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -36,10 +36,10 @@ def parsed(lines: Iterable[str | bytes], parse: Callable[[str | bytes], Any] = p
 
 
 def read_log(path: Path) -> Iterator[Line]:
-    """The lines of a file that a run appends to; what is cut or damaged has a problem, and what is behind it is read.
+    """Yield the lines of a file that a run appends to; damaged lines have a problem, and later ones are still read.
 
     Raises:
         OSError: it cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from parsed(file, json.loads)  # not `plain`: texts of models may hold half of a surrogate pair
+        yield from parsed(file, json.loads)  # not `plain`: texts of models may contain lone surrogates

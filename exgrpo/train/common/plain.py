@@ -1,4 +1,4 @@
-"""JSON and YAML from people, whatever they hold: plain values, of YAML of a sane size and depth, or an error."""
+"""Parse untrusted JSON and YAML into plain values; YAML of a sane size and depth."""
 
 import json
 import os
@@ -10,17 +10,17 @@ import yaml
 from exgrpo.train.common.errors import ConfigError, shown
 
 MOST_VALUES, DEEPEST = 100_000, 20
-"""A recipe has some dozens of values, four levels deep; with aliases a short text can stand for any number."""
+"""Recipes have some dozens of values, four levels deep; with aliases a short text can expand to any number."""
 LONGEST = 2**18
-"""Characters. The parser takes some seconds for so many, and a file that is no recipe may have any number."""
+"""Characters. The parser takes some seconds for that many, and a file that is no recipe may be of any length."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, is nested more deeply or has a number of more digits than Python reads, or holds half of
-            a surrogate pair, which no file can take; a JSONDecodeError where the place is known.
+        ValueError: it is invalid, is nested more deeply or has a number of more digits than Python reads, or holds a
+            lone surrogate, which cannot be encoded in UTF-8; a JSONDecodeError if the position is known.
     """
     try:
         value = json.loads(text)
@@ -34,11 +34,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
-        ConfigError: it is no YAML, too long, has a key twice, holds itself, too many values, or a text that no file or
-            program can take; the message is without the name of the text.
+        ConfigError: it is invalid, too long, repeats a key, contains itself, has too many values, or a text that no
+            file or program can take; the message does not name the source.
     """
     if len(text) > LONGEST:
         raise ConfigError(f"it has more than {LONGEST} characters, and no text of options is so long")
@@ -46,17 +46,17 @@ def parse_yaml(text: str) -> Any:
         value = _Loader(text).get_single_data()
     except RecursionError:
         raise ConfigError("not valid YAML: it is nested too deeply") from None
-    except Exception as error:  # a converter of PyYAML may raise anything at a value with a strange tag or date
+    except Exception as error:  # PyYAML's constructors may raise anything for a strange tag or date
         raise ConfigError(f"not valid YAML: {shown(error)}") from None
     _check(value)
     return value
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader takes the last of several values of a key; YAML forbids that a key comes twice."""
+    """PyYAML's safe loader, but rejecting repeated keys, of which PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """See PyYAML; values that are merged (`<<`) come later, and may be replaced."""
+        # Values merged by `<<` are added later, and may be overridden.
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check(value: Any) -> None:
-    """Look at every value, once for each alias to it."""
+    """Check every value, once for each alias to it."""
     level: list[Any] = [value]
     seen = 0
     for _ in range(DEEPEST):
@@ -95,7 +95,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _check_text(text: str) -> None:
     try:
         usable = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate
         usable = False
     if not usable:
         raise ConfigError(f"the text {shown(text)} holds a character that no file or program can take")

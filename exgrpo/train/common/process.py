@@ -1,6 +1,6 @@
-"""What every program that may have several ranks does around its work, and how it ends.
+"""Life cycle of programs that may have several ranks: set-up, signals, exit status.
 
-It ends by Ctrl-C or SIGTERM, with the processes that it belongs to, and when its work is done.
+They end on Ctrl-C or SIGTERM, with their launcher or parent, or when their work is done.
 """
 
 import atexit
@@ -27,30 +27,30 @@ import psutil
 from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, is_first_rank, print_error, shown
 
 _COLLECTIVE = re.compile(r"\bgloo/|\bNCCL\b|\bTCPStore\b")
-"""In the messages of torch's collectives, whose errors have no class of their own."""
+"""Marks of torch's collectives in error messages, which have no exception class."""
 _GPU_MEMORY = re.compile(r"\bCUDA\b.*\bout of memory\b", re.DOTALL | re.IGNORECASE)
-"""In those of torch, of the driver and of NCCL where a GPU has no room left."""
+"""Out-of-memory messages of torch, the driver and NCCL."""
 INTERRUPTED = 130
-"""Exit status of a program that a person or the system has stopped."""
+"""Exit status of a program stopped by a user or the system."""
 LAUNCHED = "EXGRPO_LAUNCHED"
-"""Environment variable in which the processes that `exgrpo train` starts find its own options."""
+"""Environment variable in which `exgrpo train` passes its options to the processes that it starts."""
 SERVER = "EXGRPO_SERVER"
-"""Environment variable in which a server's processes find its process id."""
+"""Environment variable with the process id of a server, for its child processes."""
 LOOK_EVERY = 1.0
 GRACE = 30.0
-"""Seconds. A process that has not ended by then, after it was asked to, is killed."""
+"""Seconds between a request to end and the kill of a process."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was stopped; the message says how to go on with it."""
+    """A run was stopped; the message says how to resume it."""
 
 
 def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
-    """Do the work of a program; returns its exit status.
+    """Run a program and return its exit status.
 
     Args:
-        work: opens what it needs in the stack that it is given, which is closed afterwards.
-        stopped: what a person who stops it is told, where the work does not say so by `Stopped`.
+        work: the program; it registers its resources in the given stack, which is closed afterwards.
+        stopped: message for an interrupt, unless the work raises `Stopped`.
     """
     quiet()
     stop_on_signals()
@@ -58,7 +58,7 @@ def run_program(work: Callable[[ExitStack], None], stopped: str) -> int:
     try:
         with ExitStack() as resources:
             return _status(lambda: work(resources), stopped)
-    except KeyboardInterrupt:  # while the resources are given back
+    except KeyboardInterrupt:  # while the resources are released
         return INTERRUPTED
 
 
@@ -90,7 +90,7 @@ def _status(work: Callable[[], None], stopped: str) -> int:
 
 
 def command_to_go_on(folder: Path) -> str:
-    """The command that goes on with a run in this folder on as many processes as now."""
+    """Return the command that resumes a run in this folder on the same number of processes."""
     here = os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's, PyTorch's
     train = ["exgrpo", "train"] if shutil.which("exgrpo") else [sys.executable, "-m", "exgrpo.tools.launch"]
     if LAUNCHED in os.environ:
@@ -103,43 +103,43 @@ def command_to_go_on(folder: Path) -> str:
 
 
 def _launcher_of_hosts(processes: str) -> list[str]:
-    """The launcher of a run on several hosts as it is started on this one, and on the others by their own rank."""
+    """Return the launcher command of a run on several hosts, as started on this one; others have other ranks."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["deepspeed", "--hostfile", "HOSTFILE"]  # the launcher does not tell its processes which file that is
+        return ["deepspeed", "--hostfile", "HOSTFILE"]  # the launcher does not pass the file's name on
     named = {"nnodes": "GROUP_WORLD_SIZE", "node_rank": "GROUP_RANK", "master_addr": "MASTER_ADDR"}
     own = [f"--{option}={os.environ[name]}" for option, name in named.items()]
     return ["torchrun", *own, f"--nproc_per_node={processes}"]
 
 
 def quiet() -> None:
-    """Leave the console to the display: libraries speak of what went wrong, not of how they start."""
+    """Silence start-up messages of libraries on the console; their warnings of failures remain."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith("Setting accelerator"))
-    # Of a kernel for weights in 4 bits on CPUs, without which it computes the same.
+    # Warning about a missing 4-bit CPU kernel, without which results are the same.
     loading = logging.getLogger("bitsandbytes.backends.cpu.ops")
     loading.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())
 
 
 def stop_on_signals() -> None:
-    """SIGTERM, which launchers and schedulers send, ends the program as Ctrl-C does: by a KeyboardInterrupt.
+    """End the program on SIGTERM, which launchers and schedulers send, as on Ctrl-C: by a KeyboardInterrupt.
 
-    The first signal counts. Launchers send several, and another one in the middle of the clean-up would spoil it. A
-    process that has not ended `GRACE` seconds later says what its threads are doing, and ends.
+    Only the first signal counts: launchers send several, and a second one would interrupt the clean-up. A process that
+    has not ended `GRACE` seconds later prints the stacks of its threads and exits.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
-    # A handler in Python waits for the main thread, which may hang in C, as in a collective. To this pipe C writes.
+    # Python handlers wait for the main thread, which may hang in C, as in a collective; C writes to this pipe at once.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # What is forked from here, as engines' workers are, would write there of its own signals.
+    # Forked children, such as engines' workers, would write their own signals there.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_limit, args=(reader,), name="watch over the end", daemon=True).start()
 
 
 def _limit(signals: int) -> None:
-    """Give this process `GRACE` seconds from the first signal that stops it; a pipe tells of all signals."""
+    """Exit `GRACE` seconds after the first stop signal; `signals` is a pipe with all signals received."""
     while os.read(signals, 1)[0] not in (signal.SIGINT, signal.SIGTERM):
         pass
     faulthandler.dump_traceback_later(GRACE, exit=True)
@@ -156,26 +156,26 @@ def _ignore_signals() -> None:
 
 
 def _ignore(*_: object) -> None:
-    """SIG_IGN would be inherited by processes that are started later, this is not."""
+    """Handle a signal by doing nothing; processes started later would inherit SIG_IGN, but not this."""
 
 
 def leave(status: int) -> NoReturn:
-    """End the process, once its resources are given back, and leave the interpreter as it is.
+    """End the process without tearing down the interpreter, after its resources are released.
 
-    The threads of a process group (gloo's, NCCL's) run as long as the process. One that lets go of a tensor while the
-    interpreter is taken apart aborts the process (torch 2.13), and a run that has done its work would be a failed one.
+    The threads of a process group (gloo's, NCCL's) run as long as the process. One that releases a tensor during the
+    interpreter's teardown aborts the process (torch 2.13), and a finished run would count as failed.
     """
-    _ignore_signals()  # its work is done, and its status is known
+    _ignore_signals()  # the work is done and the status known
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    # By C's exit, so that libraries give back what outlives a process: vLLM on CPUs its shared memory.
+    # C's exit, so that libraries release what outlives a process: vLLM on CPUs its shared memory.
     ctypes.CDLL(None).exit(status)
     raise AssertionError("C's exit does not return")
 
 
 def end_with_launcher() -> None:
-    """Stop this process when its launcher is gone: PyTorch's or DeepSpeed's, or `deepspeed` that started that one."""
+    """Stop this process when its launcher is gone: PyTorch's or DeepSpeed's, or the `deepspeed` that started it."""
     line = [os.getpid(), os.getppid()]
     if "TORCHELASTIC_RUN_ID" not in os.environ and "deepspeed.launcher.launch" not in _command(line[-1]):
         return
@@ -192,10 +192,10 @@ def end_with_launcher() -> None:
 
 
 def end_with_ancestor(ancestor: int) -> None:
-    """Kill this process, and those between it and an ancestor, when one of them is gone: they serve nobody any more.
+    """Kill this process, and those between it and an ancestor, when one of them is gone.
 
     Args:
-        ancestor: process id of the parent, or of its parent, and so on; of any other process nothing happens.
+        ancestor: process id of the parent, its parent, and so on; does nothing for any other process.
     """
     line = [os.getpid()]
     while line[-1] != ancestor:
@@ -221,9 +221,9 @@ def end_group_with_parent(parent: int) -> None:
 
 
 def _watch(line: Sequence[int], end: Callable[[], None]) -> None:
-    """Do what ends this process once one of a line of processes, each the child of the next one, is gone."""
+    """Call `end` once any of a line of processes, each the child of the next one, is gone."""
 
-    # Not PR_SET_PDEATHSIG: that fires when the thread ends that started this process, and it knows parents only.
+    # Not PR_SET_PDEATHSIG: it fires when the thread ends that started this process, and covers parents only.
     def watch() -> None:
         while all(_parent(child) == parent for child, parent in pairwise(line)):
             time.sleep(LOOK_EVERY)
@@ -233,14 +233,14 @@ def _watch(line: Sequence[int], end: Callable[[], None]) -> None:
 
 
 def _command(process: int) -> list[str]:
-    """The words of a process's command line; none where it cannot be read."""
+    """Return the words of a process's command line; none if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).cmdline()
     return []
 
 
 def _parent(process: int) -> int:
-    """The parent of a process; 0 where it cannot be read."""
+    """Return the parent of a process; 0 if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).ppid()
     return 0

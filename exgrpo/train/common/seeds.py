@@ -1,4 +1,4 @@
-"""One seeded generator per purpose: no two uses of randomness can disturb each other."""
+"""Independent seeded generators, one per purpose."""
 
 import zlib
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed for one purpose (and, for example, one step and rank) of the run with the given seed."""
+    """Return a 63-bit seed for one purpose (and, for example, one step and rank) of the run with this seed."""
     key = (zlib.crc32(purpose.encode()), *numbers)
     return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """A numpy generator seeded by `derive_seed`."""
+    """Return a numpy generator seeded by `derive_seed`."""
     return np.random.default_rng(derive_seed(seed, purpose, *numbers))

@@ -1,4 +1,4 @@
-"""What a success is: the one rule of training, evaluation and the TRL trainer, and whether rewards fit it."""
+"""Definition of a success for training, evaluation and the TRL trainer, and a check that rewards fit it."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -16,23 +16,23 @@ def is_success(reward: float, threshold: float) -> bool: ...
 @overload
 def is_success(reward: npt.NDArray[np.float64], threshold: float) -> npt.NDArray[np.bool_]: ...
 def is_success(reward: float | npt.NDArray[np.float64], threshold: float) -> bool | np.bool_ | npt.NDArray[np.bool_]:
-    """Whether a reward, or each of an array of them, is at least the threshold.
+    """Return True where a reward, or each of an array of them, reaches the threshold.
 
-    What rounding takes away does not count: 0.9 in fp32, or 0.2 + 0.7, reaches 0.9.
+    Rounding errors are tolerated: 0.9 in fp32, or 0.2 + 0.7, reaches 0.9.
     """
     return reward >= threshold - EPSILON * max(1.0, abs(threshold))
 
 
 @dataclass
 class RewardWatch:
-    """Watches rewards and says once where they do not fit the threshold of a success.
+    """Watch rewards and warn once if they do not fit the success threshold.
 
-    They do not fit where they differ and either none or every one of them is a success.
+    They do not fit if they differ and either none or all of them are successes.
 
     Args:
-        threshold: a reward of at least this is a success.
-        option: name of the threshold's option, for the sentence.
-        patience: so many answers are seen before anything is said.
+        threshold: reward from which on an answer is a success.
+        option: name of the threshold's option, for the warning.
+        patience: number of answers before a warning.
     """
 
     threshold: float
@@ -44,14 +44,14 @@ class RewardWatch:
     said: bool = False
 
     def observe(self, rewards: npt.NDArray[np.float64]) -> str | None:
-        """Take in the rewards of some answers, at least one; returns the sentence where it is time to say one."""
+        """Add the rewards of at least one answer; returns the warning when due."""
         self.answers += len(rewards)
         self.lowest = min(self.lowest, float(rewards.min()))
         self.highest = max(self.highest, float(rewards.max()))
         return self.conclude() if self.answers >= self.patience else None
 
     def conclude(self) -> str | None:
-        """The sentence, however few answers were seen; None: there is none, or it was said."""
+        """Return the warning regardless of `patience`; None if there is none, or it was given."""
         differ = self.highest - self.lowest > EPSILON
         none, every = not is_success(self.highest, self.threshold), is_success(self.lowest, self.threshold)
         if self.said or not differ or not (none or every):
@@ -66,10 +66,10 @@ class RewardWatch:
         )
 
     def state(self) -> dict[str, int | float | bool]:
-        """What it has seen, for `restore`."""
+        """Return the state for `restore`."""
         return {name: value for name, value in asdict(self).items() if name in ("answers", "lowest", "highest", "said")}
 
     def restore(self, state: dict[str, int | float | bool]) -> None:
-        """Go on from the state of another watch."""
+        """Continue from the state of another watch."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -1,7 +1,7 @@
-"""The number of threads that a process computes with on a CPU.
+"""Choose the number of CPU threads per process.
 
-Threads meet at a barrier after every operation. Where others keep a processor busy, one thread waits for its turn,
-and all threads wait for that one: a step then takes many times as long as with one thread less.
+Threads meet at a barrier after every operation. If other programs keep a processor busy, one thread waits for its turn
+and all others wait for it: a step then takes many times as long as with one thread less.
 """
 
 import os
@@ -13,20 +13,18 @@ from typing import Self
 
 import psutil
 
-LOOK = 0.4
-"""Seconds for which the load of the processors is observed."""
-FELT = 0.5
-"""So many processors that others keep busy, rounded, are one."""
+LOOK = 0.4  # seconds of measuring the processors' load
+FELT = 0.5  # added before rounding down: from this load on a processor counts as busy
 VARIABLE = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)
 class Threads:
-    """The threads of each process on this machine.
+    """Threads of each process on this machine.
 
     Attributes:
-        count: how many.
-        why: where the number comes from.
+        count: number of threads.
+        why: origin of the number, for messages.
     """
 
     count: int
@@ -41,8 +39,8 @@ class Rank:
     """A process of the run on this machine.
 
     Attributes:
-        pid: of the process; the processes that it has started belong to it.
-        processors: numbers of those that it may use.
+        pid: its process id; its child processes count as its own.
+        processors: numbers of the processors that it may use.
     """
 
     pid: int
@@ -50,7 +48,7 @@ class Rank:
 
     @classmethod
     def here(cls) -> Self:
-        """This process."""
+        """Return this process."""
         return cls(os.getpid(), frozenset(os.sched_getaffinity(0)))
 
     def sharing(self, ranks: Sequence["Rank"]) -> int:
@@ -62,9 +60,9 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Thread
     """Return the threads of a process.
 
     Args:
-        asked: by an option; None: not.
-        kept: of the run that goes on with as many processes; None: there is none.
-        ranks: the processes of the run on this machine, the one that is meant first.
+        asked: number set by an option; None: not set.
+        kept: number of a resumed run with as many processes; None: no such run.
+        ranks: processes of the run on this machine, the one in question first.
     """
     own, sharing = ranks[0], ranks[0].sharing(ranks)
     if asked:
@@ -82,7 +80,7 @@ def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Thread
 
 
 def look(ranks: Sequence[Rank]) -> float:
-    """Return the number of processors of the first rank that others keep busy, observed for `LOOK` seconds."""
+    """Return the number of the first rank's processors that other programs keep busy, measured for `LOOK` seconds."""
     own = [process for rank in ranks for process in _family(rank.pid)]
     before = _seconds(own)
     loads = psutil.cpu_percent(LOOK, percpu=True)
@@ -91,7 +89,7 @@ def look(ranks: Sequence[Rank]) -> float:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.Error):  # a rank that was killed is reported elsewhere
+    with suppress(psutil.Error):  # a killed rank is reported elsewhere
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
     return []
@@ -125,13 +123,13 @@ def _free(own: Rank, sharing: int, busy: int) -> Threads:
 
 
 def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the number of processors that the control groups of this process leave it; None: there is no limit.
+    """Return the number of processors that the control groups of this process allow; None: no limit.
 
-    Version 2 says it in `cpu.max`, version 1 in two files of `cpu`. No group has more than those above it.
+    Version 2 has the limit in `cpu.max`, version 1 in two files of `cpu`. A parent group's limit applies too.
 
     Args:
-        mounted: where the groups are.
-        membership: which ones this process is in.
+        mounted: mount point of the groups.
+        membership: file that lists this process's groups.
     """
     limits = []
     with suppress(OSError):
@@ -140,7 +138,7 @@ def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc
             if controllers and "cpu" not in controllers.split(","):
                 continue
             root = mounted / controllers
-            # In a container its own group is mounted at the root, whatever the path is called outside.
+            # A container's own group is mounted at the root, whatever its path outside.
             group = root / path.lstrip("/")
             limits += [_limit(one) for one in (group, *group.parents) if one.is_relative_to(root)]
     return min(filter(None, limits), default=None)
@@ -152,6 +150,6 @@ def _limit(group: Path) -> float | None:
             allowed, period = (group / "cpu.max").read_text().split()
         else:
             allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if float(allowed) > 0:  # "max" is no number, and -1 no limit
+        if float(allowed) > 0:  # "max" (not a number) and -1 mean no limit
             return float(allowed) / float(period)
     return None
