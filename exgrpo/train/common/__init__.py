@@ -1,1 +1,1 @@
-"""What every room uses: errors, records, processes, seeds and functions by name."""
+"""Shared foundations: errors, records, success rule, processes, seeds and functions by name."""

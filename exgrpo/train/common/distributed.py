@@ -172,7 +172,7 @@ def missing_gpu(world: World) -> str | None:
     driver = DRIVER.exists()
     if world.device.type != "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu" or not (driver or world.size > 1):
         return None
-    build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may tell why"
+    build = "this build of torch is for CPUs" if torch.version.cuda is None else "nvidia-smi may show why"
     machine = "this machine has an NVIDIA driver, but " if driver else ""
     return f"{machine}torch {torch.__version__} sees no GPU ({build}): the CPU computes"
 

@@ -76,7 +76,7 @@ def _check(value: Any) -> None:
     for _ in range(DEEPEST):
         seen += len(level)
         if seen > MOST_VALUES:
-            raise ConfigError(f"it holds more than {MOST_VALUES} values, aliases counted where they stand")
+            raise ConfigError(f"it holds more than {MOST_VALUES} values, every alias counted")
         for text in level:
             if isinstance(text, str):
                 _check_text(text)

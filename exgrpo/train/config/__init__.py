@@ -1,1 +1,1 @@
-"""The options of all rooms, recipes, the command line, and messages about wrong options."""
+"""Options of all rooms, recipes, the command line, and messages about wrong options."""

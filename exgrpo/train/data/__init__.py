@@ -1,1 +1,1 @@
-"""Questions: from files, the hub or a built-in task to token ids."""
+"""Questions: from files, a hub or a built-in task to token ids."""

@@ -227,7 +227,6 @@ def _cells(column: Any, arrays: bool) -> list[Any]:
 
 
 def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
-    """Return the columns of a table that are read."""
     usual = {*names, *reading.names}
     for wanted in (QUESTIONS, ANSWERS):
         if not usual.intersection(wanted):

@@ -72,7 +72,7 @@ def in_split(question: str, split: str) -> bool:
 
 
 def _made(source: str, order: dict[str, Any]) -> dict[str, Any]:
-    # Without the working directory (-P): a file there may have the name of a module.
+    # This process's import path without the working directory (-P): a file there may have the name of a module.
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-P", "-m", "exgrpo.train.data.gym"],

@@ -1,1 +1,1 @@
-"""Named rewards, what a success is, and the processes that grade."""
+"""Rewards by name, and the processes that grade with them."""

@@ -125,7 +125,7 @@ def contract_of(function: Callable[..., Any], name: str) -> Contract:
         RewardError: the function cannot be called with (response, gold) and columns, or is batched and asynchronous.
     """
     batch = getattr(function, _BATCH, 0)
-    call = type(function).__call__  # of an object
+    call = type(function).__call__  # for callable objects
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     if batch and asynchronous:
         raise RewardError(f"reward {name!r} is asynchronous and batched: leave out one of the two")

@@ -1,4 +1,4 @@
-"""Format checks beside the reward: required form, presence of any answer, and right answers in an unexpected form."""
+"""Format checks of graded answers: required form, presence of any answer, right answers in an unexpected form."""
 
 import warnings
 from collections import Counter
@@ -36,16 +36,16 @@ def tell(kind: Kind, config: RewardConfig, answers: Sequence[Graded], world: Wor
         RewardError: on every rank, if a reward cannot be loaded.
     """
 
-    def ask() -> list[bool | None]:
+    def check() -> list[bool | None]:
         functions = {reward: beside(reward, kind) for reward in {answer.reward for answer in answers}}
-        asked = [(one.response, one.gold, function) for one in answers if (function := functions[one.reward])]
-        grades = _grades(asked, config, config.form)
+        checked = [(one.response, one.gold, function) for one in answers if (function := functions[one.reward])]
+        grades = _grades(checked, config, config.form)
         for failure in grades.failures:
             warnings.warn(str(failure), stacklevel=2)
-        told = iter(grades.reward)
-        return [None if functions[answer.reward] is None else next(told) > 0 for answer in answers]
+        passed = iter(grades.reward)
+        return [None if functions[answer.reward] is None else next(passed) > 0 for answer in answers]
 
-    return world.gather(on_main(world, ask))[0] or []
+    return world.gather(on_main(world, check))[0] or []
 
 
 def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> tuple[str, int]:
@@ -55,7 +55,7 @@ def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> 
     math_no_think in place of a user's reward. Every rank gets the same result; ("", 0) if there is none.
     """
 
-    def ask() -> tuple[str, int]:
+    def search() -> tuple[str, int]:
         names, texts = [], []
         for answer in answers:
             reward = DEFAULT if is_own(answer.reward) else answer.reward
@@ -69,7 +69,7 @@ def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> 
         right = Counter(name for name, reward in zip(names, grades.reward, strict=True) if reward >= 1.0)
         return max(right.items(), key=lambda one: one[1], default=("", 0))
 
-    return world.gather(on_main(world, ask))[0] or ("", 0)
+    return world.gather(on_main(world, search))[0] or ("", 0)
 
 
 def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form: str) -> Grades:

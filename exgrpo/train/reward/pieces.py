@@ -133,7 +133,6 @@ def _of_text(match: re.Match[str], math: str, *, order: bool) -> list[Piece]:
 
 
 def _words(text: str, *, droppable: bool, order: bool) -> Iterator[Piece]:
-    """Yield the numbers, words and connectives of a text."""
     for start, part in enumerate(_CONNECTIVE.split(_LEADING.sub("", text))):
         if start % 2:
             yield Piece("math", r" \lor " if part == "or" else r" \land ") if order else _SEPARATOR

@@ -85,8 +85,6 @@ class _Loaded:
 
 @dataclass
 class _Worker:
-    """State of a grading process."""
-
     rewards: dict[str, _Loaded] = field(default_factory=dict)
     problem: Exception | None = None
     bounds: Bounds = Bounds(0.0, 0, network=True)

@@ -1,1 +1,1 @@
-"""Tasks whose questions are generated: each is a module with a function `generate`."""
+"""Tasks with generated questions: each is a module with a function `generate`."""
