@@ -124,7 +124,7 @@ def test_a_forced_form_is_the_only_one_that_counts(tmp_path):
         assert grading.finish().reward == (1.0,), "the user's own functions get the whole response"
     answers = [Graded(response, "72", "math_no_think") for response in RIGHT.values()]
     assert tell("form", config, answers, LoneWorld()) == [False, True, False, False]
-    with pytest.raises(RewardError, match=r"reward\.form=tags applies to .*mine\.py:score' always gets the whole response"):
+    with pytest.raises(RewardError, match=r"reward\.form=tags applies .*mine\.py:score' always gets the whole"):
         Grader.of([own], config)
 
 
