@@ -56,11 +56,11 @@ class _Finder(MetaPathFinder):
         """The spec that Python finds, with a loader that tells what is missing."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname.startswith(self.prefix) else None
         if spec and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path, self.requirements)
+            spec.loader = _CheckedLoader(spec.loader.name, spec.loader.path, self.requirements)
         return spec
 
 
-class _Loader(SourceFileLoader):
+class _CheckedLoader(SourceFileLoader):
     def __init__(self, fullname: str, path: str, requirements: Sequence[str]) -> None:
         super().__init__(fullname, path)
         self.requirements = requirements

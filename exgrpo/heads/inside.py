@@ -33,7 +33,7 @@ class _OpenHead:
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingCall:
     """A `compute_during` under way: what the head runs, and what came of it."""
 
     head: nn.Module
@@ -43,7 +43,7 @@ class _Call:
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.call: _Call | None = None
+        self.call: _PendingCall | None = None
 
 
 _under_way = _OfThread()
@@ -116,7 +116,7 @@ def compute_during(head: nn.Module, function: Function, forward: Callable[[], An
     hooks = head._forward_hooks
     if list(hooks)[-1] != opened.hook:  # the hooks of an engine that came later have to see the result first
         hooks.move_to_end(opened.hook)  # type: ignore[attr-defined]
-    outer, call = _under_way.call, _Call(head, function)
+    outer, call = _under_way.call, _PendingCall(head, function)
     _under_way.call = call
     try:
         output = forward()
@@ -127,7 +127,7 @@ def compute_during(head: nn.Module, function: Function, forward: Callable[[], An
     return output, call.result
 
 
-def _call_of(head: nn.Module) -> _Call | None:
+def _call_of(head: nn.Module) -> _PendingCall | None:
     call = _under_way.call
     return call if call is not None and call.head is head else None
 

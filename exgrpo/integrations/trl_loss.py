@@ -33,7 +33,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """Loss types of TRL that differ only in the weight of each token, which is put into its advantage."""
 
 
-class Objective(NamedTuple):
+class LossArguments(NamedTuple):
     """The arguments of `linear_policy_loss` that make the loss of one micro-batch.
 
     Attributes:
@@ -77,7 +77,7 @@ def use_kernels(
     """Let `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls stay as they are.
 
     The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, a function that gives an
-    `Objective`, they are the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
+    `LossArguments`, they are the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
     A function, because FSDP casts the tensors among a model's arguments to its own dtype.
 
     Args:
@@ -116,7 +116,7 @@ def _fused_forward(
     fused: _FusedModel,
     *args: Any,
     labels: Tensor,
-    objective: Callable[[], Objective] | None = None,
+    objective: Callable[[], LossArguments] | None = None,
     **kwargs: Any,
 ) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -148,7 +148,7 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any]) -> LogP
     return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, **options)
 
 
-def _policy_loss(head: HeadInputs, target: Tensor, objective: Objective, options: dict[str, Any]) -> PolicyLoss:
+def _policy_loss(head: HeadInputs, target: Tensor, objective: LossArguments, options: dict[str, Any]) -> PolicyLoss:
     return linear_policy_loss(head.hidden, head.weight, target, bias=head.bias, **objective._asdict(), **options)
 
 
@@ -161,7 +161,7 @@ def _load_balancing_loss(router_logits: Any, config: Any, attention_mask: Tensor
 class _FusedPass:
     """The model as TRL's loss code calls it, except that the loss has been formed where it returns log-probs."""
 
-    def __init__(self, model: nn.Module, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, objective: LossArguments) -> None:
         self.model = model
         self.objective = objective
         self.outputs: Any = None
@@ -224,7 +224,7 @@ class FusedLossMixin(GRPOTrainer):
             loss = loss + weight * fused.outputs.aux_loss
         return loss
 
-    def _objective(self, inputs: dict[str, Any]) -> Objective:
+    def _objective(self, inputs: dict[str, Any]) -> LossArguments:
         """TRL's loss of a micro-batch as arguments of `linear_policy_loss`.
 
         The objective is positively homogeneous in the advantage, so what a token weighs beside the mean over tokens,
@@ -243,7 +243,7 @@ class FusedLossMixin(GRPOTrainer):
         old_log_prob = inputs.get("old_per_token_logps")
         if old_log_prob is None:  # one optimiser step per generation: the policy itself wrote the answers
             old_log_prob = torch.full(mask.shape, math.inf, device=mask.device)
-        return Objective(
+        return LossArguments(
             old_log_prob=old_log_prob,
             advantage=advantage.expand(mask.shape),
             mask=mask.bool(),

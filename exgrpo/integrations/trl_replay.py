@@ -53,7 +53,7 @@ def _without(columns: Mapping[str, Any], ignored: Collection[str]) -> dict[str, 
     return {name: value for name, value in columns.items() if name not in ignored}
 
 
-class Plan(NamedTuple):
+class GenerationPlan(NamedTuple):
     """The questions of a generation.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
     fillers: frozenset[int]
 
 
-def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) -> Plan:
+def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) -> GenerationPlan:
     """The groups of the next generation, a multiple of `multiple`.
 
     Where too few questions are unsolved for `batch` groups, retired ones fill up: they teach little, and the batch
@@ -94,7 +94,7 @@ def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) ->
             planned = planned[: (len(planned) + len(fillers)) // multiple * multiple - len(fillers)]
     groups = [*planned, *(PlannedGroup(question, replay.memory.samples) for question in fillers)]
     # The order does not matter to what is settled before an answer joins.
-    return Plan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
+    return GenerationPlan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
 
 
 @contextmanager

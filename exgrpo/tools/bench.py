@@ -43,7 +43,7 @@ OLD_NOISE = 0.05
 """Spread of log pi - log pi_old in nats, so small that almost no token is clipped: a clipped one has no products."""
 
 
-class Problem(NamedTuple):
+class LossInputs(NamedTuple):
     """Inputs of a policy loss: hidden [T, D] and weight [V, D], both leaves; target, old_log_prob and advantage [T]."""
 
     hidden: Tensor
@@ -52,23 +52,23 @@ class Problem(NamedTuple):
     old_log_prob: Tensor
     advantage: Tensor
 
-    def part(self, tokens: int, dtype: torch.dtype) -> "Problem":
+    def part(self, tokens: int, dtype: torch.dtype) -> "LossInputs":
         """Return the first tokens in a dtype, with leaves of their own."""
         leaves = (x.detach().to(dtype, copy=True).requires_grad_() for x in (self.hidden[:tokens], self.weight))
-        return Problem(*leaves, *(x[:tokens] for x in self[2:]))
+        return LossInputs(*leaves, *(x[:tokens] for x in self[2:]))
 
 
 Gradients = tuple[Tensor, ...]
-Loss = Callable[[Problem], Gradients]
+Loss = Callable[[LossInputs], Gradients]
 
 
-def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> LossInputs:
     """Return the inputs of a shape, the same every time, with the sharp softmax of a language model."""
     hidden, weight, target, _ = make_inputs(*shape, dtype, device)
     generator = torch.Generator(device).manual_seed(1)
     noise, advantage = torch.randn(2, shape.tokens, generator=generator, device=device)
     old = linear_log_prob(hidden, weight, target, backend="torch").log_prob + OLD_NOISE * noise
-    return Problem(
+    return LossInputs(
         hidden.requires_grad_(), weight.requires_grad_(), target, old, advantage.sign() * (0.5 + advantage.abs())
     )
 
@@ -80,7 +80,7 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
-def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: Problem) -> Gradients:
+def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: LossInputs) -> Gradients:
     """Return the gradients by plain torch, from log-probs of targets."""
     hidden, weight, target, old, advantage = problem
     ratio = (log_probs(hidden, weight, target) - old).exp()
@@ -88,7 +88,7 @@ def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: Proble
     return torch.autograd.grad(-gain / len(target), (hidden, weight))
 
 
-def fused(backend: str, problem: Problem) -> Gradients:
+def fused(backend: str, problem: LossInputs) -> Gradients:
     """Return the gradients by a backend of `exgrpo.kernels`."""
     loss = linear_policy_loss(*problem, clip=(CLIP, CLIP), normalizer=len(problem.target), backend=backend).loss
     return torch.autograd.grad(loss, (problem.hidden, problem.weight))
@@ -116,7 +116,7 @@ def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Call:
     return multiply
 
 
-def gradient_error(loss: Loss, problem: Problem) -> float:
+def gradient_error(loss: Loss, problem: LossInputs) -> float:
     """Return the larger relative error of both gradients against float64, on some tokens."""
     some = problem.part(ERROR_TOKENS, problem.hidden.dtype)
     pairs = zip(loss(some), plain(full_logits, some.part(ERROR_TOKENS, torch.float64)), strict=True)
@@ -124,7 +124,7 @@ def gradient_error(loss: Loss, problem: Problem) -> float:
 
 
 def measure(
-    problem: Problem, losses: Mapping[str, Loss], device: torch.device, seconds: float
+    problem: LossInputs, losses: Mapping[str, Loss], device: torch.device, seconds: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Time losses by name and the bare products in turns; return the rows that ran, fastest first, and the failures."""
     calls: dict[str, Call] = {FLOOR: products(problem.hidden.detach(), problem.weight.detach())}

@@ -46,7 +46,7 @@ CHILD = "exgrpo.tools.checks"
 SHOWN_LINES = 25
 
 
-class Options(Section):
+class DoctorOptions(Section):
     """Check every part that a run needs on this machine; the exit status is 0 if none of them fails."""
 
     recipe: Path | None = Field(
@@ -67,19 +67,19 @@ class Finding(NamedTuple):
     output: tuple[str, ...] = ()
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> DoctorOptions:
     """Return the options of a command line.
 
     Raises:
         ConfigError: an option is unknown or impossible.
     """
-    options = options_of(Options, "python -m exgrpo.tools.doctor", argv)
+    options = options_of(DoctorOptions, "python -m exgrpo.tools.doctor", argv)
     if unknown := [name for name in options.only if name not in CHECKS]:
         raise ConfigError(f"--only: there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     return options
 
 
-def recipe_of(options: Options) -> Config:
+def recipe_of(options: DoctorOptions) -> Config:
     """Return the configuration of the run to come; the default run computes in bf16, as most runs on GPUs do.
 
     Raises:

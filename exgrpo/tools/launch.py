@@ -36,7 +36,7 @@ PROGRAM = "exgrpo train"
 MAIN = Path(__file__).parents[1] / "train" / "main.py"
 
 
-class Launch(BaseModel):
+class LaunchOptions(BaseModel):
     """How the processes of a run are started. The options of training come below."""
 
     model_config = ConfigDict(frozen=True)
@@ -66,16 +66,18 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     try:
-        with one_line(Launch, PROGRAM):
-            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False)
+        with one_line(LaunchOptions, PROGRAM):
+            options, rest = tyro.cli(
+                LaunchOptions, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False
+            )
             if {"-h", "--help"} & set(rest):
                 with suppress(SystemExit):
-                    tyro.cli(Launch, args=["--help"], prog=PROGRAM)
+                    tyro.cli(LaunchOptions, args=["--help"], prog=PROGRAM)
                 parse_args(rest)  # prints its help, and ends
-        if options == Launch():
+        if options == LaunchOptions():
             os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
         if options.first:
-            if options != Launch(first=True):
+            if options != LaunchOptions(first=True):
                 raise ConfigError("first: it starts two runs of one process each: leave the other options of it out")
             return first(rest)
         if options.machine and not options.dry_run:
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def prepared(options: Launch, rest: list[str]) -> list[str]:
+def prepared(options: LaunchOptions, rest: list[str]) -> list[str]:
     """The arguments of each process: a run that may start again needs a name and goes on by itself.
 
     Raises:
@@ -106,7 +108,7 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
     return rest if config.resume else [*rest, f"--resume={AUTO}"]
 
 
-def _show(options: Launch, rest: list[str]) -> int:
+def _show(options: LaunchOptions, rest: list[str]) -> int:
     quiet()
     gpu, count = machine(options.machine) if options.machine else (None, None)
     if count not in (None, options.processes) and options.processes != 1:
@@ -121,7 +123,7 @@ def _show(options: Launch, rest: list[str]) -> int:
     return 0
 
 
-def _start(options: Launch, arguments: Sequence[str]) -> int:
+def _start(options: LaunchOptions, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -61,7 +61,7 @@ def with_clips(trainer: ExGRPOTrainer) -> tuple[ExGRPOTrainer, list[Any]]:
     """The trainer after its training, and the clips of its losses."""
     clips, objective = [], trainer._objective
 
-    def recorded(inputs: dict[str, Any]) -> trl_loss.Objective:
+    def recorded(inputs: dict[str, Any]) -> trl_loss.LossArguments:
         clips.append(objective(inputs).clip)
         return objective(inputs)
 

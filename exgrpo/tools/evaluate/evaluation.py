@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
-from exgrpo.tools.evaluate.options import LONGEST_ANSWER, Options
+from exgrpo.tools.evaluate.options import LONGEST_ANSWER, EvaluationOptions
 from exgrpo.train.common import jsonl
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.durable import claim
@@ -61,7 +61,7 @@ class AnswerFile:
         OutputError: the folder holds an evaluation with other options.
     """
 
-    def __init__(self, folder: Path, options: Options, expected: Sequence[list[tuple[str, str]]]) -> None:
+    def __init__(self, folder: Path, options: EvaluationOptions, expected: Sequence[list[tuple[str, str]]]) -> None:
         self.path = folder / ANSWERS
         self.reward = options.reward.function
         # How it is computed may be otherwise when it goes on.
@@ -111,7 +111,7 @@ class AnswerFile:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
+def load(options: EvaluationOptions, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
     """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
 
     Raises:
@@ -146,7 +146,7 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
     return questions, left_out
 
 
-def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
+def answers_per_row(questions: Sequence[Question], options: EvaluationOptions) -> list[int]:
     """How often each row is answered: `samples` times, or such that `avg` answers to the question come together.
 
     A file that repeats every row of a source 32 times and one that does not so give avg@32 alike.
@@ -162,7 +162,9 @@ def answers_per_row(questions: Sequence[Question], options: Options) -> list[int
     ]
 
 
-def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
+def engine_settings(
+    options: EvaluationOptions, pretrained: Pretrained, questions: Sequence[Question]
+) -> EngineSettings:
     """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
     return EngineSettings(
         source=pretrained.model,
@@ -174,7 +176,7 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
     )
 
 
-def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> Options:
+def fitted(options: EvaluationOptions, pretrained: Pretrained, questions: Sequence[Question]) -> EvaluationOptions:
     """The options with a length of answers where none is asked for: as long as the model's positions allow."""
     if options.rollout.max_tokens is not None:
         return options
@@ -184,7 +186,7 @@ def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Questio
     return options.model_copy(update={"rollout": rollout})
 
 
-def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
+def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[str, SourceScore]:
     """Answer what is not answered yet, then score everything; the same on every rank."""
     adapters = with_saved(LoraConfig(path=options.lora.path))
     pretrained = load_pretrained(options.model, options.policy.overrides, adapters.path)
@@ -260,7 +262,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
 
 
 def _scores(
-    file: AnswerFile | None, wrong: Sequence[Verdict], options: Options, world: World, console: Console
+    file: AnswerFile | None, wrong: Sequence[Verdict], options: EvaluationOptions, world: World, console: Console
 ) -> dict[str, SourceScore]:
     """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
     records, success = list(file.records()) if file else [], options.reward.success
@@ -283,7 +285,9 @@ def verdicts(
         yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
 
 
-def _warn(options: Options, questions: Sequence[Question], left_out: Sequence[Question], console: Console) -> None:
+def _warn(
+    options: EvaluationOptions, questions: Sequence[Question], left_out: Sequence[Question], console: Console
+) -> None:
     """Name rows that are not asked, cannot be right or contradict others, and sources in `rollout.avg` without rows."""
     pairs = unearnable_pairs(questions, options.reward)
     for note in filter(None, (gold_note(questions, pairs, COUNTED_WRONG), contradictions(questions))):

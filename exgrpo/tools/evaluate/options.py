@@ -135,7 +135,7 @@ class OutputOptions(Section):
     folder: Folder = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
 
 
-class Options(Section):
+class EvaluationOptions(Section):
     """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source, every answer written down."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = Field(
@@ -153,7 +153,7 @@ class Options(Section):
     output: OutputOptions = OutputOptions()
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> EvaluationOptions:
     """Resolve `[--recipe FILE] MODEL --data.test FILE [--section.field VALUE ...]`; the command line beats the recipe.
 
     Of a run the recipe is, where none is named, its own.
@@ -163,7 +163,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             impossible, or a run has no trained model.
     """
     recipes, rest = split_recipe(argv)
-    check_names(rest, Options, RecipeArgument)
+    check_names(rest, EvaluationOptions, RecipeArgument)
     options = _parsed(rest, recipes)
     if (Path(options.model) / CONFIG).is_file() and not (Path(options.model) / "config.json").exists():
         run = Path(options.model)
@@ -171,7 +171,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     return options
 
 
-def _of_run(options: Options, run: Path) -> Options:
+def _of_run(options: EvaluationOptions, run: Path) -> EvaluationOptions:
     """With the model of a run in its place; adapters are added to the model that they were trained for."""
     trained = run / "model"
     if (trained / "config.json").is_file():
@@ -184,32 +184,32 @@ def _of_run(options: Options, run: Path) -> Options:
     return options.model_copy(update={"model": base, "lora": LoraOptions(path=str(trained))})
 
 
-def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> Options:
-    with one_line(Options, PROGRAM):
+def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> EvaluationOptions:
+    with one_line(EvaluationOptions, PROGRAM):
         return tyro.cli(
-            Options,
+            EvaluationOptions,
             args=list(rest),
             default=defaults(recipes),
             config=(tyro.conf.FlagConversionOff,),
             prog=PROGRAM,
-            description=f"{Options.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+            description=f"{EvaluationOptions.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
             use_underscores=True,
         )
 
 
-def defaults(recipes: Sequence[Path]) -> Options:
+def defaults(recipes: Sequence[Path]) -> EvaluationOptions:
     """The options in YAML recipes, or the default ones; the command line has the model and questions that lack there.
 
     The recipe of a training run, such as the config.yaml in its folder, means: ask and grade as that run does. It is
     known by an option that only training has. Its questions are not taken.
     """
     values, origin = read_recipes(recipes), origin_of(recipes)
-    if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(Options))):
+    if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(EvaluationOptions))):
         values = as_trained(unfinished(values, origin))
     try:
-        checked = Options.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
+        checked = EvaluationOptions.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
     except ValidationError as error:
-        raise ConfigError(explain(error, Options, origin)) from None
+        raise ConfigError(explain(error, EvaluationOptions, origin)) from None
     if "test" not in values.get("data", {}):
         checked = checked.model_copy(update={"data": checked.data.model_copy(update={"test": tyro.MISSING})})
     return checked if "model" in values else checked.model_copy(update={"model": tyro.MISSING})

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.tools.evaluate.options import Options, parse_options
+from exgrpo.tools.evaluate.options import EvaluationOptions, parse_options
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.policy import LoraConfig, with_saved
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     return run_program(work, "stopped: the same command goes on where the evaluation stood")
 
 
-def look(options: Options) -> None:
+def look(options: EvaluationOptions) -> None:
     """Check what needs no model; see `exgrpo.train.run.startup_checks`.
 
     Raises:
