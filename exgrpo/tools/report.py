@@ -25,7 +25,7 @@ class ReportOptions(BaseModel):
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
     try:
         options = options_of(ReportOptions, "python -m exgrpo.tools.report", argv)
         output = options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"

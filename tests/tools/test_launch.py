@@ -275,7 +275,7 @@ def test_the_first_result_goes_on_where_it_was_stopped_and_is_not_done_twice(tmp
         assert time.monotonic() < deadline
         time.sleep(0.05)
     stopped.send_signal(signal.SIGINT)
-    assert stopped.communicate(timeout=120)[1] == "stopped: the same command goes on where it stood\n"
+    assert stopped.communicate(timeout=120)[1] == "stopped: the same command resumes it\n"
     assert stopped.returncode == process.INTERRUPTED
     done = subprocess.run(command, **here, timeout=400)
     assert done.returncode == 0, done.stderr
