@@ -254,5 +254,5 @@ def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ExGRPOTrainer(str(model), reward, config, questions(), processing_class=tokenizer(), tools=[len])
     trainer = exgrpo(tmp_path, model)
     trainer.model.train()
-    with pytest.raises(ValueError, match="replay is of text"):  # images within messages, or from tools
+    with pytest.raises(ValueError, match="replay supports only text"):  # images within messages, or from tools
         trainer._generate_single_turn([[5]], [["an image"]], {}, 1)
