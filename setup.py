@@ -37,7 +37,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
-# Setuptools has a packaging of its own, and lends it.
+# setuptools makes its vendored `packaging` importable.
 from packaging.requirements import Requirement  # isort: skip
 
 ROOT = Path(__file__).parent
@@ -213,7 +213,7 @@ def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 
 def execute(command: list[str]) -> None:
     """Runs a compiler."""
-    sys.stdout.write(f"{shlex.join(command)}\n")  # at once: others print beside it
+    sys.stdout.write(f"{shlex.join(command)}\n")  # in one write: parallel compilations print, too
     sys.stdout.flush()
     if subprocess.run(command).returncode:
         remedy = "EXGRPO_BUILD=skip and EXGRPO_CUDA=skip build without it"
@@ -241,7 +241,7 @@ class BuildExtensions(build_ext):
         if extension is CUDA:
             execute([str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "-s", *inputs, "-o", str(target)])
         else:
-            # No path to torch's libraries is kept: they are loaded before the extension is.
+            # No rpath to torch's libraries: they are loaded before the extension.
             libraries = [f"-L{torch_folder()}/lib", "-ltorch_cpu"]
             execute([*compiler(), "-shared", *inputs, *libraries, "-o", str(target)])
 
@@ -274,7 +274,7 @@ if EXTENSIONS:
 if wanted("EXGRPO_CUDA", CUDA_MISSING) and (ROOT / CUDA_SOURCE).exists():
     EXTENSIONS.append(CUDA)
 
-# Setuptools advises about folders named exgrpo elsewhere: from 26 on pip shows it in a box, as if something were wrong.
+# Hide setuptools' advice about other folders named exgrpo, which pip since 26 shows in a box like an error.
 warnings.filterwarnings("ignore", "Editable installation")
 setup(
     ext_modules=EXTENSIONS,
