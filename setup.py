@@ -1,17 +1,17 @@
-"""Builds what is compiled: `exgrpo/kernels/_C.abi3.so` for CPUs and, by nvcc, `exgrpo/kernels/cuda_chunks/_cuda.so`.
+"""Compiled parts: `exgrpo/kernels/_C.abi3.so` for CPUs and, with nvcc, `exgrpo/kernels/cuda_chunks/_cuda.so`.
 
-Two environment variables say what is wanted, each auto, force or skip:
+Two environment variables, each auto, force or skip, select them:
 
-- EXGRPO_BUILD: the extension for CPUs. auto builds it where a C++17 compiler and torch are there, and says once if they
-  are not: the package is pure Python then.
-- EXGRPO_CUDA: the kernels for Hopper GPUs. auto builds them where nvcc is on PATH or in CUDA_HOME and knows these, and
-  says once if it does not.
+- EXGRPO_BUILD: the extension for CPUs. auto builds it if a C++17 compiler and torch are installed, and otherwise prints
+  one message: the package is pure Python then.
+- EXGRPO_CUDA: the kernels for Hopper GPUs. auto builds them if nvcc is on PATH or in CUDA_HOME and supports these, and
+  otherwise prints one message.
 
 The extension uses LibTorch's stable ABI: one file for every torch from 2.10 on and every Python from 3.11 on. It is
-built with the headers of the torch that is installed, so without isolation: `pip install --no-build-isolation .` That
-torch has to be one that pyproject.toml allows, for pip would put another one in its place.
+built with the headers of the installed torch, so without isolation: `pip install --no-build-isolation .` That torch
+must satisfy pyproject.toml, or pip would replace it.
 
-What was not built, and why, stands in `exgrpo/kernels/build.json`, since pip does not show what a build says.
+`exgrpo/kernels/build.json` records what was not built, and why, since pip does not show the output of a build.
 """
 
 import json
@@ -37,7 +37,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
-# Setuptools has a packaging of its own, and lends it.
+# setuptools makes its vendored `packaging` importable.
 from packaging.requirements import Requirement  # isort: skip
 
 ROOT = Path(__file__).parent
@@ -89,7 +89,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def switch(name: str) -> str:
-    """What an environment variable asks for."""
+    """Return the value of an environment variable."""
     value = os.environ.get(name, "auto")
     if value not in CHOICES:
         refuse(f"{name}={value}: expected {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
@@ -97,7 +97,7 @@ def switch(name: str) -> str:
 
 
 def wanted(name: str, missing: str) -> bool:
-    """Whether to build what ``name`` switches and ``missing`` stands in the way of (empty: nothing does)."""
+    """True if the part that ``name`` switches is to be built; ``missing`` names the obstacle, empty for none."""
     value = switch(name)
     if value == "force" and missing:
         refuse(f"{name}=force: {missing}")
@@ -117,7 +117,7 @@ def compiler() -> list[str]:
 
 
 def compiles(flags: list[str]) -> bool:
-    """Whether the compiler takes these flags, and can ask a processor for what they name: clang 17 not for amx-tile."""
+    """True if the compiler takes these flags and can test a processor for them: clang 17 cannot for amx-tile."""
     asked = "".join(f' && __builtin_cpu_supports("{flag[2:]}")' for flag in flags if flag.startswith("-m"))
     source = f"bool probe() {{ return true{asked}; }}"
     command = [*compiler(), *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
@@ -125,13 +125,13 @@ def compiles(flags: list[str]) -> bool:
 
 
 def torch_folder() -> Path | None:
-    """Where torch is installed."""
+    """Return the folder of the installed torch."""
     spec = find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def cpu_missing() -> str:
-    """What the extension for CPUs cannot be built without."""
+    """Return the missing requirement of the extension for CPUs; empty if there is none."""
     if not compiler():
         return "there is no C++ compiler; install g++ or clang++, or name one by CXX"
     if not compiles(["-std=c++17"]):
@@ -157,13 +157,13 @@ def nvcc() -> str | None:
 
 
 def cuda_command(source: Path, made: Path) -> list[str]:
-    """What compiles a source for the target."""
+    """Return the command that compiles a source for the target."""
     return [str(nvcc()), *CUDA_FLAGS, "-gencode", CUDA_TARGET, "-c", str(source), "-o", str(made)]
 
 
 @cache
 def cuda_failure() -> str:
-    """What keeps nvcc from compiling for the target, in its words; empty where nothing does."""
+    """Return nvcc's error for a probe of the target; empty if it compiles."""
     with TemporaryDirectory() as folder:
         probe = Path(folder, "probe.cu")
         probe.write_text(CUDA_PROBE, encoding="utf-8")
@@ -176,7 +176,7 @@ def cuda_failure() -> str:
 
 
 def cuda_missing() -> str:
-    """What the kernels for GPUs cannot be built without."""
+    """Return the missing requirement of the kernels for GPUs; empty if there is none."""
     if not nvcc():
         return "there is no nvcc; install CUDA, and put nvcc on PATH or set CUDA_HOME"
     failure = cuda_failure()
@@ -184,7 +184,7 @@ def cuda_missing() -> str:
 
 
 def variants() -> dict[str, list[str]]:
-    """The instruction sets of this architecture that the compiler knows."""
+    """Return the instruction sets of this architecture that the compiler supports."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return {"baseline": []}
     return {name: flags for name, flags in VARIANTS.items() if compiles(flags)}
@@ -212,8 +212,8 @@ def cuda_objects(folder: Path) -> Iterator[tuple[list[str], Path]]:
 
 
 def execute(command: list[str]) -> None:
-    """Runs a compiler."""
-    sys.stdout.write(f"{shlex.join(command)}\n")  # at once: others print beside it
+    """Run a compiler."""
+    sys.stdout.write(f"{shlex.join(command)}\n")  # in one write: parallel compilations print, too
     sys.stdout.flush()
     if subprocess.run(command).returncode:
         remedy = "EXGRPO_BUILD=skip and EXGRPO_CUDA=skip build without it"
@@ -241,7 +241,7 @@ class BuildExtensions(build_ext):
         if extension is CUDA:
             execute([str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "-s", *inputs, "-o", str(target)])
         else:
-            # No path to torch's libraries is kept: they are loaded before the extension is.
+            # No rpath to torch's libraries: they are loaded before the extension.
             libraries = [f"-L{torch_folder()}/lib", "-ltorch_cpu"]
             execute([*compiler(), "-shared", *inputs, *libraries, "-o", str(target)])
 
@@ -274,7 +274,7 @@ if EXTENSIONS:
 if wanted("EXGRPO_CUDA", CUDA_MISSING) and (ROOT / CUDA_SOURCE).exists():
     EXTENSIONS.append(CUDA)
 
-# Setuptools advises about folders named exgrpo elsewhere: from 26 on pip shows it in a box, as if something were wrong.
+# Hide setuptools' advice about other folders named exgrpo, which pip since 26 shows in a box like an error.
 warnings.filterwarnings("ignore", "Editable installation")
 setup(
     ext_modules=EXTENSIONS,

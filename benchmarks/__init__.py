@@ -1,1 +1,1 @@
-"""What the kernels and the experience module are worth on this machine; docs/benchmarks.md describes the methods."""
+"""Benchmarks of the kernels and of the experience module; docs/benchmarks.md describes the methods."""

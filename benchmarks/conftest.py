@@ -1,4 +1,4 @@
-"""Options, the machine that is written into every record, and the table at the end."""
+"""Options of the benchmarks, the description of the machine for every record, and the tables at the end."""
 
 import importlib.util
 import math
@@ -16,74 +16,54 @@ from benchmarks.render import tables
 from benchmarks.timing import BUDGET, Groups
 
 VERSIONS = (
-    "exgrpo",
-    "torch",
-    "triton",
-    "numpy",
-    "transformers",
-    "deepspeed",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "verl",
-    "trl",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "vllm",
+    *("exgrpo", "torch", "triton", "numpy", "transformers", "deepspeed", "liger-kernel", "cut-cross-entropy", "verl"),
+    *("trl", "quack-kernels", "nvidia-cutlass-dsl", "vllm"),
 )
-
-
 GROUPS = pytest.StashKey[Groups]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The sizes of the heads, and the time to spend."""
-    parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: models' real sizes as well.")
-    parser.addoption("--rounds", type=int, default=5, help="Steps of trainers.")
-    parser.addoption("--in-a-row", type=int, default=1, help="Calls of a head one after another in each round.")
-    parser.addoption("--minutes", type=float, default=math.inf, help="Begin no group after so many minutes.")
+    parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: also the sizes of real models.")
+    parser.addoption("--rounds", type=int, default=5, help="Number of steps of trainers.")
+    parser.addoption("--in-a-row", type=int, default=1, help="Consecutive calls of a head in each round.")
+    parser.addoption("--minutes", type=float, default=math.inf, help="Start no group after this time.")
 
 
 @pytest.fixture(scope="session")
 def sizes(request: pytest.FixtureRequest) -> str:
-    """What --sizes says."""
     return request.config.getoption("sizes")
 
 
 @pytest.fixture(scope="session")
 def rounds(request: pytest.FixtureRequest) -> int:
-    """What --rounds says."""
     return request.config.getoption("rounds")
 
 
 @pytest.fixture(scope="session")
 def in_a_row(request: pytest.FixtureRequest) -> int:
-    """What --in-a-row says."""
     return request.config.getoption("in_a_row")
 
 
 @pytest.fixture
 def real_steps(benchmark: Any) -> None:
-    """Skip a benchmark that takes real steps of the trainer if none can be taken, or without --benchmark-only."""
+    """Skip a benchmark of real training steps without --benchmark-only or without the trainer's packages."""
     if benchmark.disabled:
-        pytest.skip("it takes real steps, for minutes: only with --benchmark-only")
+        pytest.skip("it runs real training steps for minutes: only with --benchmark-only")
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("the trainer is not installed: pip install '.[train]'")
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """A GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")
 def groups(request: pytest.FixtureRequest) -> Groups:
-    """The groups measured so far."""
     return request.config.stash[GROUPS]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Rows in order of their medians; what they lack is in the tables of ours."""
     config.stash[GROUPS] = Groups(
         ours=f"exgrpo {default_backend()}", deadline=time.monotonic() + 60 * config.getoption("minutes")
     )
@@ -94,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
-    """Device, threads and versions; the host's name and kernel are nobody's business."""
+    """Record device, threads and versions, and remove host name and kernel release."""
     for name in ("node", "release"):
         machine_info.pop(name, None)
     machine_info["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -113,13 +93,12 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> None:
-    """Rows that did not run are named with the reason."""
     output_json["left_out"] = config.stash[GROUPS].left_out()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What pytest-benchmark's table has no columns for."""
+    """Print tables with the columns that pytest-benchmark's own table lacks."""
     console = Console(file=terminalreporter._tw._file, width=150)
     for table in tables(config.stash[GROUPS].rows):
         console.print(table)

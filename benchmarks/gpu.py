@@ -1,9 +1,9 @@
-"""All that is measured on a GPU, in one program: `python -m benchmarks.gpu --minutes 25`.
+"""All GPU measurements in one program: `python -m benchmarks.gpu --minutes 25`.
 
-The parts run in the order of their worth, as far as the time goes. Each part writes into one record when it ends,
-OUTPUT/DATE_DEVICE.json, with a page (.md) and plots (.svg); OUTPUT/PART.log has what the part printed. The next call
-goes on with the newest record of the device: finished parts are skipped, and parts that failed or took too long come
-last. The exit status is 0 if no part failed.
+The parts run in order of importance until the time is up. Each part writes into one record when it ends,
+OUTPUT/DATE_DEVICE.json, with a page (.md) and plots (.svg); OUTPUT/PART.log has its output. The next call continues the
+newest record of the device: finished parts are skipped, and parts that failed or timed out come last. The exit status
+is 0 if no part failed.
 """
 
 import argparse
@@ -31,10 +31,9 @@ from benchmarks.record import Machine, Record, read
 from benchmarks.render import seconds, slug, write
 
 GRACE = 30.0
-"""Seconds from the interrupt of a part to its end: pytest still writes its report."""
-MEASURING = 0.8
-LEAST = 0.25
-"""Shares of a part's time: after the one, a benchmark begins no further group; without the other, no part is begun."""
+"""Seconds between interrupting and killing a part, for pytest to write its report."""
+MEASURING, LEAST = 0.8, 0.25
+"""Shares of a part's time: a benchmark starts no group after the first; no part starts with less than the second."""
 TAUGHT = "runs/models/SmolLM2-135M-countdown"
 REMEDIES = {
     "xdist": "pip install '.[test]'",
@@ -42,25 +41,25 @@ REMEDIES = {
     "deepspeed": "pip install '.[train]'",
     "vllm": "pip install '.[vllm]'",
     "ncu": "Nsight Compute comes with the CUDA toolkit",
-    TAUGHT: "studies/long_answers.yaml says how it is made",
+    TAUGHT: "see studies/long_answers.yaml for how to make it",
 }
-"""Modules, a program and a folder that parts may need, with what brings them."""
+"""Modules, a program and a folder that parts need, with instructions to get them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command.
+    """One command and its limits.
 
     Attributes:
-        name: of the part and its files.
-        minutes: limit.
-        command: as in a shell; `python` is this interpreter, {result} the file that the part leaves, and {minutes} the
-            time after which it begins nothing more.
-        full: further words on a GPU.
-        tiny: further words in the rehearsal.
-        result: suffix of its file, .json of pytest-benchmark or a text; "" for none.
-        needs: keys of REMEDIES, with spaces between.
-        expects: regular expression that a text has to match.
+        name: name of the part and its files.
+        minutes: time limit.
+        command: shell command; `python` is this interpreter, {result} the part's result file, and {minutes} the time
+            after which it starts nothing more.
+        full: further arguments on a GPU.
+        tiny: further arguments in the rehearsal.
+        result: suffix of the result file, .json of pytest-benchmark or a text; "" for none.
+        needs: keys of REMEDIES, separated by spaces.
+        expects: regular expression that a text result must match.
     """
 
     name: str
@@ -73,13 +72,13 @@ class Part:
     expects: str = ""
 
     def words(self, rehearse: bool, result: Path, minutes: float) -> list[str]:
-        """Return the command line of a part that has so many minutes."""
+        """Return the command line for this many minutes."""
         words = shlex.split(f"{self.command} {self.tiny if rehearse else self.full}")
         filled = [word.format(result=result, minutes=f"{MEASURING * minutes:.2f}") for word in words]
         return [sys.executable if word == "python" else word for word in filled]
 
     def missing(self) -> str:
-        """Return what the part needs and does not find, with the remedy; "" if nothing is missing."""
+        """Return the missing requirements with their remedies; "" if there are none."""
         lacking = [need for need in self.needs.split() if not _found(need)]
         return "; ".join(f"left out, it needs {need}: {REMEDIES[need]}" for need in lacking)
 
@@ -94,13 +93,12 @@ PYTEST = "python -m pytest -q -p no:cacheprovider"
 
 
 def benchmark(name: str, minutes: float, file: str, full: str, tiny: str, needs: str = "") -> Part:
-    """Return the part that runs a file of benchmarks."""
     command = f"{PYTEST} benchmarks/{file} --benchmark-only --benchmark-json={{result}} --minutes={{minutes}}"
     return Part(name, minutes, command, full, f"--sizes=tiny {tiny}", ".json", f"pytest_benchmark {needs}")
 
 
 def profile(name: str, kernels: str) -> Part:
-    """Return the part that has Nsight Compute look at the first launch of one of some kernels."""
+    """Return a part that profiles the first launch of one of some kernels by Nsight Compute."""
     sections = "--section SpeedOfLight --section LaunchStats --section Occupancy --section MemoryWorkloadAnalysis"
     command = (
         f"ncu --profile-from-start off --clock-control none --launch-count 1 {sections} --log-file {{result}}"
@@ -110,9 +108,9 @@ def profile(name: str, kernels: str) -> Part:
 
 
 HOST_TESTS = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_launch_tuner.py", "test_extension.py")
-"""Tests of the kernels that use no device: they emulate it, or compile for several."""
+"""Tests of the kernels that need no GPU: they emulate it, or compile for several."""
 IGNORED = " ".join(f"'--ignore-glob=tests/kernels/{files}'" for files in HOST_TESTS)
-# Without the one thread, pytest's workers would wait for the processes of torch's compiler at their end.
+# With more threads, pytest's workers would hang at exit, waiting for the processes of torch's compiler.
 KERNELS = f"env TORCHINDUCTOR_COMPILE_THREADS=1 {PYTEST} -n {min(8, (os.cpu_count() or 2) // 2)}"
 IN_A_ROW = "--sizes=full --in-a-row=20 -k 'policy_loss and bfloat16 and not entropy and not active'"
 TUNE = "python -m exgrpo.kernels.tune --output {result}"
@@ -135,7 +133,7 @@ PARTS = (
 
 
 def profiled() -> None:
-    """Compute a policy loss with entropy bonus and its gradients: once as a warm-up, and once between marks for ncu."""
+    """Compute a policy loss with entropy bonus and its gradients: first as a warm-up, then between marks for ncu."""
     case = Case(WITH_ENTROPY, 8192, 1536, 151936, torch.bfloat16)
     once = Ours(default_backend()).call(case, make_problem(case, torch.device("cuda")))
     once()
@@ -147,9 +145,9 @@ def profiled() -> None:
 
 
 def run(words: Sequence[str], more: dict[str, str], limit: float, log: Path) -> int | None:
-    """Run a command in the repository's root; return its exit status, or None if its seconds were up.
+    """Run a command in the repository's root; return its exit status, or None after `limit` seconds.
 
-    It is interrupted at its limit, and killed after GRACE. All that it has started ends with it.
+    It is interrupted at its limit, and killed after GRACE, with all processes that it has started.
     """
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -169,7 +167,7 @@ def run(words: Sequence[str], more: dict[str, str], limit: float, log: Path) -> 
 
 
 def problem_of(part: Part, status: int | None, result: Path, log: Path) -> str:
-    """Return why a part that has ended is not finished; "" if it is."""
+    """Return why an ended part is not finished; "" if it is."""
     lines = log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}{os.sep}", "").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "")
     if status != 0:
@@ -182,7 +180,7 @@ def problem_of(part: Part, status: int | None, result: Path, log: Path) -> str:
 
 
 def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: float) -> Record:
-    """Run a part, which has at most so many minutes; return the record with all that it has left."""
+    """Run a part for at most this many minutes; return the record with its results."""
     result, log = folder / f"{part.name}{part.result}", folder / f"{part.name}.log"
     if part.result:
         result.unlink(missing_ok=True)
@@ -203,7 +201,7 @@ def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: floa
 
 
 def joined(record: Record, part: str, measured: Record) -> Record:
-    """Return the record with the rows that a part has measured; its earlier ones go. The first date stays."""
+    """Return the record with the rows measured by a part in place of its earlier rows; the first date is kept."""
     rows = [row for row in record.rows if row.get("part") != part]
     rows += [{**row, "part": part} for row in measured.rows]
     reasons = {name: list(of_row) for name, of_row in record.left_out.items()}
@@ -213,7 +211,7 @@ def joined(record: Record, part: str, measured: Record) -> Record:
 
 
 def revision() -> str:
-    """Return the commit of the working tree, with `+` if it has changes; "" if it is not known."""
+    """Return the commit of the working tree, with `+` if it has changes; "" if unknown."""
     with suppress(OSError):
         words = ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -221,12 +219,12 @@ def revision() -> str:
 
 
 def problems(record: Record) -> dict[str, str]:
-    """Return why parts that were begun are not finished, by name; "" for those that are."""
+    """Return why started parts are not finished, by name; "" for finished ones."""
     return {one["name"]: one["problem"] for one in record.parts if "date" in one}
 
 
 def save(record: Record, folder: Path) -> Path:
-    """Write the record, with an entry for each part in their order, and its page; return the page."""
+    """Write the record, with an entry for each part in order, and its page; return the page."""
     known = {one["name"]: one for one in record.parts if "date" in one}
     new = {part.name: part.missing() or "not begun yet" for part in PARTS}
     entries = [known.get(name) or {"name": name, "title": name, "problem": problem} for name, problem in new.items()]
@@ -234,7 +232,7 @@ def save(record: Record, folder: Path) -> Path:
 
 
 def begun(folder: Path, device: str) -> Record:
-    """Return the newest record of a device in a folder; an empty one of today if there is none.
+    """Return the newest record of a device in a folder, or an empty one of today. Raise ValueError for a bad file.
 
     Raises:
         ValueError: the file is no record.
@@ -246,11 +244,11 @@ def begun(folder: Path, device: str) -> Record:
     try:
         return read(found[-1])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{found[-1]} is no record ({error}): name another --output, or remove it") from None
+        raise ValueError(f"{found[-1]} is no record ({error}): use another --output, or remove it") from None
 
 
 def measure(record: Record, chosen: Sequence[Part], folder: Path, rehearse: bool, deadline: float) -> bool:
-    """Run parts as far as the time goes, and write the record after each; return whether one has failed."""
+    """Run parts until the deadline, and write the record after each; return True if one has failed."""
     failed: list[str] = []
     for part in chosen:
         left = (deadline - time.monotonic()) / 60
@@ -267,7 +265,6 @@ def measure(record: Record, chosen: Sequence[Part], folder: Path, rehearse: bool
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; return its exit status."""
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="for all parts of this call (%(default)s)")
@@ -287,12 +284,12 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     before = problems(record)
     left = [part for part in PARTS if before.get(part.name, "not begun")]
-    left.sort(key=lambda part: part.name in before)  # those that have failed come last
+    left.sort(key=lambda part: part.name in before)  # failed parts come last
     chosen = [part for part in PARTS if part.name in options.parts] or left
     try:
         return int(measure(record, chosen, folder, options.rehearse, time.monotonic() + 60 * options.minutes))
     except KeyboardInterrupt:
-        print("stopped: the next call goes on with this part")
+        print("stopped: the next call continues with this part")
         return 128 + signal.SIGINT
 
 

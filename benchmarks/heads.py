@@ -1,6 +1,6 @@
-"""What is timed on a head: the operations, our backends, plain torch, and the floor of bare matrix products.
+"""Operations on a head and their implementations: our backends, plain torch, and bare matrix products as the floor.
 
-Errors are against float64, found before anything is timed.
+Errors are against float64, computed before anything is timed.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,6 @@ OPERATIONS = {
 
 FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
 """(T, D, V) of real models, for a GPU."""
-
 WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
 
 
@@ -44,11 +43,10 @@ class Case:
     vocabulary: int
     dtype: torch.dtype
     active: float = 1.0
-    """The part of the tokens that count; the others are prompt or padding, and their targets are IGNORED."""
+    """Fraction of tokens in the loss; the others are prompt or padding, with target IGNORED."""
 
     @property
     def active_tokens(self) -> int:
-        """How many tokens count."""
         return round(self.active * self.tokens)
 
     def __str__(self) -> str:
@@ -65,26 +63,26 @@ class Problem(NamedTuple):
     weight: Tensor
     """[V, D]"""
     target: Tensor
-    """[T]; IGNORED where a token is not active"""
+    """[T]; IGNORED for inactive tokens"""
     old_log_prob: Tensor
     """[T] fp32"""
     advantage: Tensor
-    """[T] fp32, not 0 where active, 0 elsewhere"""
+    """[T] fp32, 0 for inactive tokens only"""
     upstream: Tensor
-    """[T] fp32, gradient of the log-probs in LOG_PROB; 0 where not active"""
+    """[T] fp32, gradient of the log-probs in LOG_PROB; 0 for inactive tokens"""
     active: Tensor
     """[T] bool"""
 
 
 class Outcome(NamedTuple):
-    """What an operation gives; None where it does not."""
+    """Results of an operation; None for those that it does not compute."""
 
     log_prob: Tensor | None = None
     gradients: tuple[Tensor, ...] = ()
 
 
 def make_problem(case: Case, device: torch.device) -> Problem:
-    """The inputs of a case, the same every time."""
+    """Return the seeded inputs of a case."""
     inputs: LanguageModelInputs = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     generator = torch.Generator(device).manual_seed(1)
@@ -104,36 +102,35 @@ def make_problem(case: Case, device: torch.device) -> Problem:
 
 
 class Implementation:
-    """One row: how somebody computes log-probs of targets and the policy loss from hidden states and a head.
+    """One row: log-probs of targets and policy loss from hidden states and a head.
 
-    A subclass gives `log_prob`; whoever has a loss of its own gives `policy_loss` too.
+    A subclass defines `log_prob`; one with its own loss also defines `policy_loss`.
     """
 
     name: str
     operations: tuple[str, ...] = tuple(OPERATIONS)
     takes_ignored = False
-    """Whether it is given targets that are IGNORED, for what it likes to make of them. Others get a word there, compute
-    the token like every other one, and what comes out does not count: so do their users."""
+    """True if it accepts IGNORED targets. Others get token 0 there, and their results for it are masked, as in use."""
 
     def missing(self, device: torch.device) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Return why it cannot run here; "" if it can."""
         return ""
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies [T] of targets."""
+        """Return log-probs and entropies [T] of targets."""
         raise NotImplementedError
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        """-(sum of min(w A, clip(w) A) + entropy_coef * sum of H) / T."""
+        """Return -(sum of min(w A, clip(w) A) + entropy_coef * sum of H) / T."""
         log_prob, entropy = self.log_prob(problem.hidden, problem.weight, problem.target)
         return plain_loss(log_prob, entropy, problem, entropy_coef)
 
     def cross_entropy(self, problem: Problem) -> Tensor:
-        """-(sum of log-probs)."""
+        """Return -(sum of log-probs)."""
         return -(self.log_prob(problem.hidden, problem.weight, problem.target)[0] * problem.active).sum()
 
     def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
-        """The operation of a case as a function without arguments."""
+        """Return the operation of a case as a function without arguments."""
         if not self.takes_ignored:
             problem = problem._replace(target=problem.target.clamp(min=0))
         hidden, weight, target = problem[:3]
@@ -158,7 +155,7 @@ class Implementation:
 
 
 def plain_loss(log_prob: Tensor, entropy: Tensor | None, problem: Problem, entropy_coef: float) -> Tensor:
-    """The policy loss from log-probs in plain torch, for those who have none of their own."""
+    """Compute the policy loss from log-probs in plain torch."""
     ratio = (log_prob - problem.old_log_prob).exp()
     gain = torch.minimum(ratio * problem.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * problem.advantage).sum()
     if entropy_coef:
@@ -176,28 +173,25 @@ class Ours(Implementation):
         self.name, self.backend = f"{OURS} {backend}", backend
 
     def missing(self, device: torch.device) -> str:
-        """See `Implementation`."""
         return dispatch.unavailable(self.backend, device)
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        """See `Implementation`."""
         hidden, weight, target, old, advantage, *_ = problem
         options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
         return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
 
 
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies as one writes them first: all logits, softmax in fp32."""
+    """Return log-probs and entropies in the usual way: all logits, softmax in fp32."""
     log_prob = (hidden @ weight.T).float().log_softmax(-1)
     return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)
 
 
 def default_backend() -> str:
-    """What `auto` means here for a head of a language model."""
+    """Return the backend that `auto` selects here for a language model's head."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = dispatch.requested(dispatch.AUTO, device)
     return dispatch.automatic(device, torch.bfloat16, backend_choice.LARGE + 1) if name == dispatch.AUTO else name
@@ -212,22 +206,20 @@ class FullLogits(Implementation):
 
     @cached_property
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Made when it is called first: torch's compiler takes seconds to import."""
+        # Compiled on first use: torch's compiler takes seconds to import.
         return torch.compile(full_logits, dynamic=False) if self.compiled else full_logits
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         return self.function(hidden, weight, target)
 
 
 class Checkpointed(Implementation):
-    """Plain torch in chunks of tokens whose logits are computed again for the backward."""
+    """Plain torch in chunks of tokens, whose logits are recomputed in the backward."""
 
     name = "chunks, checkpointed"
     rows = 256
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         parts = [
             checkpoint(full_logits, some, weight, of_some, use_reentrant=False)
             for some, of_some in zip(hidden.split(self.rows), target.split(self.rows), strict=True)
@@ -237,15 +229,15 @@ class Checkpointed(Implementation):
 
 
 class Floor(Implementation):
-    """The bare products, in the inputs' dtype and into memory that is there already.
+    """The bare products, in the inputs' dtype and into preallocated memory.
 
-    A library may compute one of them a little faster in another layout: ratios slightly above 1 are possible.
+    A library may compute one of them slightly faster in another layout: ratios slightly above 1 are possible.
     """
 
     name = FLOOR
 
     def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
-        """The one product of a forward pass, or the three of forward and backward, of as many tokens as are active."""
+        """Return the product of a forward pass, or the three of forward and backward, of the active tokens."""
         return products(
             problem.hidden.detach()[: case.active_tokens], problem.weight.detach(), forward=case.operation == FORWARD
         )
@@ -257,27 +249,27 @@ class Errors:
 
     Attributes:
         log_prob: largest absolute error in nats.
-        gradient: norm of the error over the norm, the larger one of hidden and weight.
+        gradient: relative error in norm, the larger one of hidden and weight.
     """
 
     log_prob: float | None
     gradient: float | None
 
     def wrong(self, plain: "Errors") -> bool:
-        """Whether this is more than the rounding that plain torch shows."""
+        """True if an error exceeds the rounding errors of plain torch."""
         pairs = ((self.log_prob, plain.log_prob), (self.gradient, plain.gradient))
         return any(mine is not None and theirs is not None and not mine <= WRONG * theirs for mine, theirs in pairs)
 
 
 def first_tokens(problem: Problem) -> Problem:
-    """The same head on some of the tokens."""
+    """Return the same head with the first ERROR_TOKENS tokens."""
     hidden, weight, *of_tokens = problem
     some = slice(ERROR_TOKENS)
     return Problem(hidden.detach()[some].clone().requires_grad_(), weight, *(x[some] for x in of_tokens))
 
 
 def exact(case: Case, problem: Problem) -> Outcome:
-    """The operation in float64 on full logits."""
+    """Compute the operation in float64 on full logits."""
     double = [x.detach().double() if x.is_floating_point() else x for x in problem]
     for leaf in double[:2]:
         leaf.requires_grad_()
@@ -285,7 +277,6 @@ def exact(case: Case, problem: Problem) -> Outcome:
 
 
 def errors(case: Case, implementation: Implementation, problem: Problem, truth: Outcome) -> Errors:
-    """How far an implementation is from `truth`."""
     outcome = implementation.call(case, problem)()
     log_prob = gradient = None
     if case.operation in (FORWARD, LOG_PROB):

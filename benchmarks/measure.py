@@ -1,4 +1,4 @@
-"""Rows of a case that are measured together: errors, times in turns and memory; and the bars of their plot."""
+"""Measurement of the rows of a case in turns: errors, times and memory; and the bars of their plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,67 +31,43 @@ ROWS: tuple[Implementation, ...] = (
     *(peer() for peer in PEERS),
     FullLogits(compiled=True),
 )
-"""What is compared; what is compiled, and so takes longest to prepare, comes last."""
+"""Compared implementations; the compiled one takes longest to prepare and comes last."""
 OWN, OTHER = "#0b6e4f", "#b8b8b8"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one row.
+    """Measurements of one row."""
 
-    Attributes:
-        seconds: of each round; empty where it did not run.
-        reason: why it cannot run here.
-        failure: what it raised.
-        peak_bytes: see `exgrpo.kernels.timing.peak_bytes`; None: it is not known.
-        facts: what else there is to report, by name.
-    """
-
-    seconds: tuple[float, ...] = ()
-    reason: str = ""
-    failure: str = ""
-    peak_bytes: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: tuple[float, ...] = ()  # per round; empty if it did not run
+    reason: str = ""  # why it cannot run here
+    failure: str = ""  # the error that it raised
+    peak_bytes: int | None = None  # see `exgrpo.kernels.timing.peak_bytes`; None: unknown
+    facts: dict[str, Any] = field(default_factory=dict)  # further numbers to report
 
 
 Results = dict[str, Result]
 
 
 def race(
-    calls: dict[str, Call],
-    device: torch.device,
-    budget: float,
-    facts: dict[str, dict[str, Any]],
-    in_a_row: int = 1,
+    calls: dict[str, Call], device: torch.device, budget: float, facts: dict[str, dict[str, Any]], in_a_row: int = 1
 ) -> Results:
-    """Time calls against each other, see `interleave`, then take the peak memory of each."""
+    """Time calls in turns, see `interleave`, then measure the peak memory of each."""
     seconds, failed = interleave(calls, device, budget, in_a_row)
     results = {name: Result(failure=failure) for name, failure in failed.items()}
     for name, of_row in seconds.items():
         try:
             peak = peak_bytes(calls[name], device)
-        except OSError:  # a system without such a mark
+        except OSError:  # the system keeps no high-water mark
             peak = None
         results[name] = Result(tuple(of_row), peak_bytes=peak, facts=facts.get(name, {}))
     return results
 
 
 def measure(
-    case: Case,
-    rows: Sequence[Implementation],
-    device: torch.device,
-    seconds: float,
-    in_a_row: int = 1,
+    case: Case, rows: Sequence[Implementation], device: torch.device, seconds: float, in_a_row: int = 1
 ) -> Results:
-    """Errors, then times, then memory of all rows of a case.
-
-    Args:
-        case: the operation.
-        rows: what computes it.
-        device: where.
-        seconds: of rounds.
-        in_a_row: see `interleave`.
-    """
+    """Measure errors, then times, then memory of all rows of a case."""
     problem = make_problem(case, device)
     some = first_tokens(problem)
     truth = exact(case, some)
@@ -110,7 +86,7 @@ def measure(
                     "gradient_error": found.gradient,
                     "wrong": found.wrong(plain),
                 }
-        except Exception as error:  # whatever a peer raises: its row is skipped, one of ours fails
+        except Exception as error:  # a peer may raise anything: its row is skipped; one of ours fails
             results[row.name] = Result(failure=f"{type(error).__name__}: {str(error)[:200]}")
         else:
             calls[row.name] = call
@@ -118,7 +94,6 @@ def measure(
 
 
 def bars(axes: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw floor / time of rows by matplotlib."""
     rows = sorted((row for row in rows if row["row"] != FLOOR), key=lambda row: row["floor_over_time"])
     colours = [OWN if row["row"].startswith(OURS) else OTHER for row in rows]
     drawn = axes.barh([row["row"] for row in rows], [row["floor_over_time"] for row in rows], color=colours)

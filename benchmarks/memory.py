@@ -1,4 +1,4 @@
-"""Peak memory of a program with its children."""
+"""Peak memory of a program and its child processes."""
 
 import os
 from collections.abc import Iterator
@@ -13,18 +13,17 @@ from exgrpo.kernels.timing import status
 def peak() -> dict[str, int]:
     """Return the peak memory of this process so far, in bytes.
 
-    On a GPU, `peak_bytes` is the most that tensors have taken there. Otherwise it is the largest resident memory of the
-    process and of the running processes that it started, and `children_bytes` is the part of the latter. Memory that
-    they share counts in each, so both are upper bounds.
+    On a GPU, `peak_bytes` is the peak of allocated tensors. Otherwise it is the peak resident memory of the process and
+    its running descendants, and `children_bytes` is the descendants' part. Shared memory counts in each process, so
+    both are upper bounds.
 
-    Raises:
-        OSError: the system keeps no such mark.
+    Raise OSError if the system keeps no high-water mark.
     """
     if torch.cuda.is_initialized():
         return {"peak_bytes": torch.cuda.max_memory_allocated()}
     children = 0
     for child in _descendants(os.getpid()):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the child may have just ended
             children += status("VmHWM", child)
     return {"peak_bytes": status("VmHWM", os.getpid()) + children, "children_bytes": children}
 

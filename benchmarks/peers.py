@@ -1,7 +1,7 @@
-"""Other people's implementations, each called as its documentation says; what cannot run here says why.
+"""Implementations from other packages, each called as documented there; missing ones report a reason.
 
-On GPUs their Triton kernels run; on a CPU those that have a path without Triton. quack-kernels and Liger's kernels for
-Hopper need what the Makefile names GPU_PEERS.
+On GPUs their Triton kernels run; on a CPU only those with a path without Triton. quack-kernels and Liger's kernels for
+Hopper need the packages listed as GPU_PEERS in the Makefile.
 """
 
 import importlib
@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from functools import cached_property, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,62 +23,53 @@ from exgrpo.kernels.inputs import IGNORED
 
 
 class Peer(Implementation):
-    """An implementation from a package; `function` imports it.
-
-    Attributes:
-        package: that must be installed.
-        requirement: what brings it, without what it needs for other things.
-        needs_cuda: whether it has no path for CPUs.
-    """
+    """An implementation from a package; `function` imports it."""
 
     package: str
-    requirement = ""
-    needs_cuda = False
+    requirement = ""  # installs it, without its dependencies
+    needs_cuda = False  # True if it has no path for CPUs
+    source = ("", "")  # module and attribute of `function`
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """What is called."""
-        raise NotImplementedError
+        module, attribute = self.source
+        return attrgetter(attribute)(importlib.import_module(module))
 
     def missing(self, device: torch.device) -> str:
-        """See `Implementation`."""
         if importlib.util.find_spec(self.package) is None:
             return f"not installed: pip install --no-deps {self.requirement}"
         if self.needs_cuda and device.type != "cuda":
             return "it needs a CUDA device"
         try:
             _ = self.function
-        except Exception as error:  # peers fail to import in many ways; each is a reason
+        except Exception as error:  # peers fail to import in many ways
             return f"its import fails: {type(error).__name__}: {error}"
         return ""
 
 
 class CrossEntropy(Peer):
-    """One whose function gives cross-entropies, each or their sum, 0 where a target is IGNORED."""
+    """A function that returns cross-entropies, each or their sum, 0 for IGNORED targets."""
 
     takes_ignored = True
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         return -self.function(hidden, weight, target, reduction="none"), None
 
     def cross_entropy(self, problem: Problem) -> Tensor:
-        """See `Implementation`."""
         return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
 
 
 class TorchCrossEntropy(CrossEntropy):
     """torch.nn.functional.linear_cross_entropy (torch 2.13 and later): chunked, cross-entropy only."""
 
-    # Gradients of single log-probs cost it ten times those of their sum, which is what it is made for.
+    # Made for sums: the gradients of single log-probs take it ten times as long.
     name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
         if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             raise ImportError(f"torch 2.13 or later has it, and this is {torch.__version__}")
-        options = torch.nn.LinearCrossEntropyOptions()  # without them it is full logits
+        options = torch.nn.LinearCrossEntropyOptions()  # without options it computes full logits
         return partial(torch.nn.functional.linear_cross_entropy, options=options)
 
 
@@ -89,11 +81,10 @@ class CutCrossEntropy(CrossEntropy):
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
         if torch.cuda.is_available():
             function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
             return partial(function, impl="cce")
-        # The package imports Triton, which its compiled variant does without.
+        # The package imports Triton, but its compiled variant does not need it.
         with _StandIns({"cut_cross_entropy": _folder("cut_cross_entropy")}):
             return importlib.import_module("cut_cross_entropy.torch_compile").torch_compile_linear_cross_entropy
 
@@ -103,21 +94,15 @@ class LigerPolicyLoss(Peer):
 
     name, package, operations = "Liger fused linear GRPO", "liger_kernel", WITHOUT_ENTROPY
     requirement = "liger-kernel==0.8.5"
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
-        return importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    source = ("liger_kernel.chunked_loss", "LigerFusedLinearGRPOLoss")
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
         return base.chunk_forward(hidden[None], weight, target[None])[0], None
 
     def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        """See `Implementation`."""
         hidden, weight, target, old, advantage, *_ = problem
-        # It knows advantages per row only: a row for each token, all of them in one chunk.
+        # It takes advantages per row only: make a row of each token, all in one chunk.
         loss = self.function(
             beta=0.0,
             use_ref_model=False,
@@ -136,16 +121,15 @@ class LigerScaledCrossEntropy(Peer):
 
     name, package, needs_cuda, takes_ignored = "Liger FLSCE", "liger_kernel", True, True
     requirement = "liger-kernel==0.8.5"
+    source = ("liger_kernel.ops", "LigerFusedLinearScaledCrossEntropyFunction.apply")
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
-        if torch.cuda.get_device_capability() == (9, 0):  # says what is missing, which it would say in the first call
+        if torch.cuda.get_device_capability() == (9, 0):  # fail here instead of in the first call
             importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
-        return importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
+        return super().function
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         loss, entropy = self.function(hidden, weight, target, 1.0, IGNORED, 1, True)
         return -loss, entropy
 
@@ -158,8 +142,7 @@ class VerlTorch(Peer):
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
-        # The file takes Liger's function where it finds one, and fails where Liger is there without Triton.
+        # The file imports Liger's function if Liger is installed, which fails without Triton.
         stub = types.ModuleType("liger_kernel.ops")
         stub.LigerFusedLinearScaledCrossEntropyFunction = None  # type: ignore[attr-defined]
         with _StandIns({"liger_kernel": Path(), "liger_kernel.ops": stub}):
@@ -167,7 +150,6 @@ class VerlTorch(Peer):
             return _module_at("verl_torch_functional", path).FusedLinearForPPO()
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         return self.function(hidden, weight, target)
 
 
@@ -179,7 +161,6 @@ class VerlTriton(Peer):
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
         device = types.ModuleType("verl.utils.device")
         device.is_cuda_available = True  # type: ignore[attr-defined]
         device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
@@ -187,31 +168,24 @@ class VerlTriton(Peer):
         device.get_device_capability = torch.cuda.get_device_capability  # type: ignore[attr-defined]
         root = _folder("verl")
         parents = {"verl": root, "verl.utils": root / "utils", "verl.utils.kernel": root / "utils" / "kernel"}
-        # `import verl` wants ray. The stand-ins stay: its functions import their kernels when they are called.
+        # `import verl` needs ray. The stand-ins stay: verl's functions import their kernels when called.
         sys.modules.update({name: _package_at(name, folder) for name, folder in parents.items()})
         sys.modules["verl.utils.device"] = device
         return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         return self.function(hidden, weight, target, 1.0, "none", None)
 
 
 class TrlChunked(Peer):
-    """TRL's chunked log-probs; as in its trainer, tokens that do not count are left out on GPUs alone."""
+    """TRL's chunked log-probs; as in its trainer, ignored tokens are dropped only on GPUs."""
 
     name, package, takes_ignored = "TRL chunked log-prob", "trl", True
     requirement = "trl==1.16.0"
-    vocabulary_chunk = 32768
-    """The value of its trainer."""
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
-        return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
+    vocabulary_chunk = 32768  # as in its trainer
+    source = ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction.apply")
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Implementation`."""
         options = (1.0, self.vocabulary_chunk, None, 1.0, ("entropy",))
         if not hidden.is_cuda:
             return self.function(hidden, weight, None, target.clamp(min=0), *options)[:2]
@@ -225,15 +199,11 @@ class Quack(CrossEntropy):
 
     name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
     requirement = "quack-kernels==0.6.5"
-
-    @cached_property
-    def function(self) -> Callable[..., Any]:
-        """See `Peer`."""
-        return importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    source = ("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 
 
 class _StandIns:
-    """While entered, modules are replaced: by a package whose submodules lie in a folder, or by a module."""
+    """Replacement of modules within a context, by a package whose submodules are in a folder or by a module."""
 
     def __init__(self, modules: dict[str, Path | types.ModuleType]) -> None:
         self.modules = modules
@@ -250,14 +220,14 @@ class _StandIns:
 
 
 def _package_at(name: str, folder: Path) -> types.ModuleType:
-    """A package of the modules in a folder, whose own code is not run."""
+    """Return a package of the modules in a folder, without running its own code."""
     spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
     return importlib.util.module_from_spec(spec)
 
 
 def _folder(package: str) -> Path:
-    """Of an installed package, without importing it."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations

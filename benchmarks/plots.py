@@ -1,4 +1,4 @@
-"""The plots of a record: heads against the floor, scaling, and the phases and memory of a training step."""
+"""Plots of a record: heads against the floor, scaling, and phases and memory of a training step."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 
 SCALED = {"T": "tokens", "D": "width", "V": "vocabulary"}
 ERRORS = {"log_prob_error", "gradient_error"}
-"""What only rows of heads report."""
+"""Fields of rows of heads only."""
 OURS, OTHERS = "#0b6e4f", "#b8b8b8"
 
 
 def draw(rows: list[Row], path: Path) -> bool:
-    """Draw what there is of a record into one file; returns whether there is anything."""
+    """Draw all plots of a record into one file; return False if there are none."""
     groups = groups_of(rows)
     heads = [name for name, of_group in groups.items() if any(ERRORS & row.keys() for row in of_group)]
     scaling = [name for name in SCALED if any(row["group"].startswith(f"scaling of {name}") for row in rows)]
@@ -62,7 +62,7 @@ def _lines(axes: Axes, rows: list[Row], along: str, key: str, label: str) -> Non
 
 
 def _phases(axes: Axes, rows: list[Row]) -> None:
-    """Bars as long as the time in that of TRL, where it took part, or else of an on-policy step."""
+    """Draw bars of the step's time relative to TRL, or to an on-policy step if TRL did not run."""
     peer = any("times_trl" in row for row in rows)
     names = _names(rows)
     left = [0.0] * len(rows)

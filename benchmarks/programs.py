@@ -1,4 +1,4 @@
-"""Benchmarks that need a process of their own, and the reward that they train on."""
+"""Benchmarks in separate processes, and the reward that they train on."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 QUIET = ("--data.test", "None", "--output.trackers", "--output.save_model", "False")
-"""Options of training that leave out evaluation, trackers and the saved model."""
+"""Training options that disable evaluation, trackers and saving the model."""
 SPINS = {"GOMP_SPINCOUNT": "1000"}
-"""Spins of waiting OpenMP threads, unless the environment says otherwise.
+"""Spins of waiting OpenMP threads, unless set in the environment.
 
-The default depends on the number of threads: on a busy machine it made TRL's steps up to 20 times slower, and no step
-of exgrpo.
+The default depends on the number of threads: on a busy machine it made TRL's steps up to 20 times slower, and none of
+exgrpo's.
 """
 LAST_LINES = 15
 REWARD = f"{__name__}:coin"
 
 
 def coin(response: str, gold: str) -> float:
-    """Return 1 for half of all responses, always the same ones: it costs next to nothing, and any model can learn."""
+    """Return 1 for half of all responses, chosen by their hash: cheap to compute, and learnable by any model."""
     return float(zlib.crc32(response.encode()) % 2)
 
 
@@ -32,12 +32,11 @@ class ProgramError(Exception):
 
 
 def answer_of(module: str, out: Path, *options: str) -> Any:
-    """Run `main([OUT, *OPTIONS])` of a module in a process of its own; return the content of OUT, a JSON file.
+    """Run `main([OUT, *OPTIONS])` of a module in a new process; return the content of OUT, a JSON file.
 
-    Raises:
-        ProgramError: it failed.
+    Raise ProgramError if it fails.
     """
-    # Not `python -m`: processes that multiprocessing starts import the main module, and would hold its imports, too.
+    # Not `python -m`: multiprocessing's children import the main module, and would also hold its imports in memory.
     code = f"import sys; from {module} import main; sys.exit(main(sys.argv[1:]))"
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

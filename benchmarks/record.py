@@ -1,6 +1,6 @@
-"""The record of a benchmark run: the few fields that pages and plots need, in a small JSON file.
+"""Record of a benchmark run: the fields that pages and plots need, in a small JSON file.
 
-pytest-benchmark writes thousands of lines; `summarize` takes out of them what `Record` holds.
+pytest-benchmark writes thousands of lines; `summarize` extracts the fields of `Record`.
 """
 
 import json
@@ -10,31 +10,20 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-DIGITS = 9
-"""Significant digits of the numbers in the file."""
-UNKNOWN = ("unversioned", "unknown")
-"""What pytest-benchmark writes where it finds no commit."""
+DIGITS = 9  # significant digits of the numbers in the file
+UNKNOWN = ("unversioned", "unknown")  # pytest-benchmark's commit ids outside a repository
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run was measured.
+    """Machine and software of a run."""
 
-    Attributes:
-        device: name of the GPU, or `cpu`.
-        cpu: name of the processor.
-        cpu_capability: instruction set that torch uses on it.
-        threads: of torch.
-        python: version of Python.
-        versions: of the packages, by name.
-    """
-
-    device: str
+    device: str  # name of the GPU, or `cpu`
     cpu: str
-    cpu_capability: str
+    cpu_capability: str  # instruction set that torch uses
     threads: int
     python: str
-    versions: dict[str, str]
+    versions: dict[str, str]  # by package
 
 
 @dataclass(frozen=True)
@@ -43,14 +32,14 @@ class Record:
 
     Attributes:
         date: YYYY-MM-DD.
-        commit: id of the measured commit; empty where none is known.
-        dirty: whether the working tree differed from the commit.
-        machine: where it was measured.
-        rows: one for each benchmark. Each has `group`, `row` (its name), `median` and `iqr` (the interquartile range)
-            in seconds, and what the benchmark reported besides, such as `peak_bytes`.
-        left_out: why rows are not there, by their names.
-        parts: of a day on a GPU; each has `name`, `title`, `problem` (empty where it is finished) and, where it was
-            begun, `date`, `revision`, `seconds` and maybe a `text`.
+        commit: id of the measured commit; empty if unknown.
+        dirty: True if the working tree differed from the commit.
+        machine: machine of the measurement.
+        rows: one per benchmark, with `group`, `row` (its name), `median` and `iqr` (interquartile range) in seconds,
+            and further numbers such as `peak_bytes`.
+        left_out: reasons for missing rows, by name.
+        parts: parts of `benchmarks.gpu`: `name`, `title`, `problem` (empty if finished) and, once started, `date`,
+            `revision`, `seconds` and possibly `text`.
     """
 
     date: str
@@ -63,7 +52,7 @@ class Record:
 
 
 def summarize(full: dict[str, Any]) -> Record:
-    """Return the record of what pytest-benchmark wrote; a KeyError names a field that is missing."""
+    """Convert a file of pytest-benchmark; a KeyError names a missing field."""
     machine, commit = full["machine_info"], full["commit_info"]
     return Record(
         date=full["datetime"][:10],
@@ -82,7 +71,6 @@ def summarize(full: dict[str, Any]) -> Record:
 
 
 def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by group; groups are in the order of their first rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -90,10 +78,7 @@ def groups_of(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def read(path: Path) -> Record:
-    """Read a record, or what pytest-benchmark wrote.
-
-    Raises OSError for a file that cannot be read, and ValueError, KeyError or TypeError for one that is neither.
-    """
+    """Read a record or a file of pytest-benchmark; raise OSError, ValueError, KeyError or TypeError."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     if "benchmarks" in fields:
         return summarize(fields)
@@ -101,7 +86,7 @@ def read(path: Path) -> Record:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a record, one line for each row; fields of a row that are None or False are left out."""
+    """Write a record with one line per row, without fields that are None or False."""
     fields = asdict(record)
     for name in ("left_out", "parts"):
         if not fields[name]:

@@ -1,7 +1,7 @@
 """Tables and plots of a record: `python -m benchmarks.render RECORD.json`.
 
-RECORD.json is what pytest-benchmark wrote, or a record that this program wrote before. It writes DATE_DEVICE.json
-(the record), .md (tables) and .svg (plots) into benchmarks/results/.
+RECORD.json is a file of pytest-benchmark, or an earlier record. The program writes DATE_DEVICE.json (the record), .md
+(tables) and .svg (plots) into benchmarks/results/.
 """
 
 import argparse
@@ -17,13 +17,12 @@ from rich.table import Table
 from benchmarks.record import Record, Row, groups_of, read
 from benchmarks.record import write as write_record
 
-FENCE = "````"
-"""Around texts, which may have fences of three signs."""
+FENCE = "````"  # longer than fences within the texts
 RESULTS = Path(__file__).parent / "results"
 
 
 def seconds(value: float) -> str:
-    """A time with three digits and its unit."""
+    """Format a time with three digits and its unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if value * scale >= 1:
             return f"{value * scale:.3g} {unit}" if value * scale < 1000 else f"{value * scale:.0f} {unit}"
@@ -31,19 +30,18 @@ def seconds(value: float) -> str:
 
 
 def mebibytes(value: float) -> str:
-    """Bytes in MiB."""
     return f"{value / 2**20:,.0f}"
 
 
 def spread(value: tuple[float, float, float]) -> str:
-    """A ratio with the quartiles around it."""
+    """Format a ratio with its quartiles."""
     median, low, high = value
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the tables: where its value comes from and how it is written."""
+    """A column of the tables: title, key in a row, and format."""
 
     title: str
     key: str
@@ -85,7 +83,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it is drawn."""
+    """Title, header and cells of a table."""
 
     title: str
     header: list[str]
@@ -93,7 +91,7 @@ class Grid:
 
 
 def grids(rows: Iterable[Row]) -> list[Grid]:
-    """One table for each group, with the columns that any of its rows has; the fastest row first."""
+    """Return one table per group, with the columns of any of its rows; the fastest row first."""
     result = []
     for group, members in groups_of(rows).items():
         columns = [c for c in COLUMNS if any(row.get(c.key) not in (None, False) for row in members)]
@@ -105,7 +103,6 @@ def grids(rows: Iterable[Row]) -> list[Grid]:
 
 
 def tables(rows: Iterable[Row]) -> list[Table]:
-    """The tables for a terminal."""
     drawn = []
     for grid in grids(rows):
         table = Table(title=grid.title, title_justify="left")
@@ -118,7 +115,6 @@ def tables(rows: Iterable[Row]) -> list[Table]:
 
 
 def markdown(record: Record) -> str:
-    """The page of a record."""
     machine = record.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     dirty = " with changes" if record.dirty else ""
@@ -146,7 +142,6 @@ def markdown(record: Record) -> str:
 
 
 def _parts(parts: list[dict[str, Any]]) -> list[str]:
-    """Return the table of the parts of `benchmarks.gpu`."""
     if not parts:
         return []
     lines = ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
@@ -158,12 +153,12 @@ def _parts(parts: list[dict[str, Any]]) -> list[str]:
 
 
 def slug(device: str) -> str:
-    """Return the name of a device as it stands in the names of files."""
+    """Return a device's name as used in file names."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def write(record: Record, folder: Path = RESULTS) -> Path:
-    """Write the record, its page and, where it has anything to plot, its plots; returns the page."""
+    """Write the record, its page and its plots, if any; return the page."""
     from benchmarks.plots import draw
 
     stem = f"{record.date}_{slug(record.machine.device)}"
@@ -176,7 +171,6 @@ def write(record: Record, folder: Path = RESULTS) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("record", type=Path, help="a record, or what --benchmark-json wrote")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for them (%(default)s)")

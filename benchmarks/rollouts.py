@@ -1,8 +1,8 @@
-"""Rollout engines in turn on the same prompts: `python -m benchmarks.rollouts OUT.json [options]`.
+"""Rollout engines in turns on the same prompts: `python -m benchmarks.rollouts OUT.json [options]`.
 
-Every engine that can run here holds the same model and answers the same questions with the same sampling, one round
-after the other in one process; the weights are pushed between the rounds. The options of training may follow; the
-answer is a JSON file with the numbers of every timed round, or why an engine cannot run here.
+All engines that can run here have the same model and answer the same questions with the same sampling, round after
+round in one process; weights are pushed between rounds. Training options may follow. OUT.json gets the numbers of every
+timed round, and why engines cannot run here.
 """
 
 import argparse
@@ -38,16 +38,11 @@ from exgrpo.train.rollout.registry import choose_engine, open_engine
 
 ENGINES = ("transformers", "vllm", "server")
 START_SECONDS = 300
-GAP_PROMPTS, GAP_TOKENS = 4, 32
-"""Of the comparison of log-probs."""
+GAP_PROMPTS, GAP_TOKENS = 4, 32  # for the comparison of log-probs
 
 
 def start_server(config: Config, resources: ExitStack) -> str:
-    """The address of a server that runs until the resources are given back.
-
-    Raises:
-        ConfigError: it does not start, as where vLLM is not installed.
-    """
+    """Start a server that runs until `resources` closes; return its address. Raise ConfigError if it does not start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,7 +69,6 @@ def start_server(config: Config, resources: ExitStack) -> str:
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -82,7 +76,7 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 def open_all(
     config: Config, world: World, resources: ExitStack, chosen: Sequence[str] = ENGINES
 ) -> tuple[dict[str, RolloutEngine], dict[str, str]]:
-    """The chosen engines that can run here, by name, and why the others cannot."""
+    """Open the chosen engines; return them and the reasons why others cannot run here, by name."""
     engines, reasons = {}, {}
     for name in chosen:
         try:
@@ -99,7 +93,7 @@ def open_all(
 
 
 class Weights:
-    """A trained model's weights, to be pushed as a policy would from the same device."""
+    """A trained model's weights, pushed from the same device as a policy would."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         source = find_model(config.policy.path, config.policy.overrides)
@@ -112,7 +106,7 @@ class Weights:
 def one_round(
     engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config, seed: int
 ) -> dict[str, float]:
-    """Push, wake, generate, sleep, count."""
+    """Push weights, wake, generate and sleep; return times and counts."""
     sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
     requests = [
         Request(prompt, config.rollout.samples, sampling, derive_seed(seed, "prompt", i))
@@ -141,7 +135,7 @@ def one_round(
 
 @torch.no_grad()
 def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config) -> float:
-    """Mean absolute difference, in nats, of the engine's log-probs and those of the model that it was pushed."""
+    """Return the mean absolute difference, in nats, between log-probs of the engine and of the pushed model."""
     sampling = Sampling(min(GAP_TOKENS, config.rollout.max_tokens), log_prob=True)
     requests = [Request(prompt, 2, sampling, derive_seed(config.seed, "gap", i)) for i, prompt in enumerate(prompts)]
     engine.push_weights(iter(weights))
@@ -160,7 +154,7 @@ def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray
 
 
 def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dict[str, Any]:
-    """The numbers of `rounds` rounds of each engine after one of warm-up, and why others did not run."""
+    """Return the numbers of `rounds` rounds of each engine after a warm-up, and why others did not run."""
     with ExitStack() as resources:
         world = start(config.distributed.timeout_minutes)
         engines, reasons = open_all(config, world, resources, chosen)
@@ -182,7 +176,6 @@ def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dic
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What questions and stored answers cost by their number: memory, disk, and the seconds of a step's decisions.
+"""Cost of questions and stored answers by their number: memory, disk, and time to plan a step.
 
     python -m benchmarks.scale --questions 1000000 --trajectories 10000000 --tokens 64 --folder DIR
 
@@ -30,31 +30,30 @@ from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
 from exgrpo.train.replay.replay import ReplayState
 from exgrpo.train.replay.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
 
-PROMPT = 64
-"""Tokens of a prompt."""
+PROMPT = 64  # tokens
 MEASURED_STEPS = 10
 CHUNK = 1 << 16
 T = TypeVar("T")
 WHAT = {
     "question_bytes": "memory of a question with its prompt and texts",
     "trajectory_bytes": "memory of a stored trajectory",
-    "mapped_bytes": "mapped files beside it, of which the system takes back what it needs",
+    "mapped_bytes": "mapped files in addition, which the system can reclaim",
     "loaded_bytes": "memory of a trajectory after a load",
     "peak_bytes": "largest resident memory of the process, mapped files included",
     "plan": "plan a step",
-    "select": "select what is replayed",
-    "take_in": "take in a step",
+    "select": "select stored answers",
+    "take_in": "store a step's answers",
     "first_save": "first save",
     "later_save": "save after a further step",
     "load": "load",
     "disk_bytes": "files after the first save",
 }
-"""What is measured: bytes, and seconds of the processor; those of a step are medians."""
+"""Measured quantities: bytes, and CPU seconds; medians for those of a step."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The number of questions and of stored trajectories, and the tokens of each response."""
+    """Numbers of questions and stored trajectories, and tokens per response."""
 
     questions: int
     trajectories: int
@@ -62,28 +61,28 @@ class Sizes:
 
 
 def resident(kind: str) -> int:
-    """Return the bytes of resident memory: RssAnon, or RssFile of mapped files."""
+    """Return the bytes of resident memory of a kind: RssAnon, or RssFile for mapped files."""
     gc.collect()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
-    """Return the processor's seconds of a call, without those of other programs, and its result."""
+    """Return the CPU seconds of a call, and its result."""
     start = time.process_time()
     result = action()
     return time.process_time() - start, result
 
 
 def questions_of(count: int) -> QuestionSet:
-    """Return synthetic questions of PROMPT random tokens, as a run has them in memory."""
+    """Return synthetic questions of PROMPT random tokens, as in the memory of a run."""
     rng = np.random.default_rng(0)
 
     def tokenize(texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": rng.integers(0, VOCABULARY, (len(texts), PROMPT)).tolist()}
 
     class Rows(Sequence[Row]):
-        """Rows that are made when they are read, so that they are not measured."""
+        """Rows made on access, so that they are not measured."""
 
         def __len__(self) -> int:
             return count
@@ -98,7 +97,7 @@ def questions_of(count: int) -> QuestionSet:
 
 
 def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) -> Stored:
-    """Return successes, question by question in turn."""
+    """Return successes that cycle through the questions."""
     blocks, places = TokenBlocks(folder), []
     for first in range(0, sizes.trajectories, CHUNK):
         length = np.full(min(CHUNK, sizes.trajectories - first), sizes.tokens)
@@ -118,7 +117,7 @@ def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) 
 
 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
-    """Return a replay of as many questions, which selects without a model's scores."""
+    """Return an empty replay, which selects without a model's scores."""
     config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
     return Replay(Setting(config, SAMPLES), sizes.questions, seed=1)
 
@@ -162,7 +161,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     make_step(replay, sizes, rng, STEPS + MEASURED_STEPS + 1)
     found["later_save"], (name, values) = timed(lambda: save(replay, store))
 
-    replay, store = empty(sizes, tokens), ExperienceStore(folder, tokens)  # those before are freed
+    replay, store = empty(sizes, tokens), ExperienceStore(folder, tokens)  # frees the earlier ones
     before = resident("RssAnon")
 
     def load() -> None:
@@ -176,13 +175,12 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=10_000)
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
     parser.add_argument("--mapped", action="store_true", help="keep tokens in files of the folder (experience.folder)")
-    parser.add_argument("--folder", type=Path, required=True, help="what is saved goes there, and scale.json")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for saved files and scale.json")
     options = parser.parse_args(arguments)
     sizes = Sizes(options.questions, options.trajectories, options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)

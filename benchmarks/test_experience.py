@@ -1,4 +1,4 @@
-"""What experience costs a step: planning, taking in a step's groups, counting and saving, by size of the buffer."""
+"""Cost of the experience per step: planning, storing a step's groups, counting and saving, by size of the buffer."""
 
 import gc
 import tracemalloc
@@ -17,18 +17,16 @@ from exgrpo.train.replay.stored import pack
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PER_QUESTION = 4
 TOKENS = 32
-"""Short responses: what is timed does not read them, and a million of the paper's length would take 8 GB and more."""
+"""Short responses: the timed code does not read them, and a million of the paper's length would take over 8 GB."""
 SAMPLES, QUESTIONS_PER_STEP, RATIO = 8, 128, 0.5
 VOCABULARY = 1 << 17
 ROUNDS = 20
-STEPS = 1000
-"""In which a filled memory was written."""
+STEPS = 1000  # of the run whose answers fill the memory
 
 
 def trajectory(
     question: int, rng: np.random.Generator, reward: float = 1.0, tokens: int = TOKENS, step: int = 0
 ) -> Trajectory:
-    """A trajectory with arrays of its own."""
     response, log_prob = rng.integers(0, VOCABULARY, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
     return Trajectory(question, response, log_prob, True, reward, step)
 
@@ -36,7 +34,7 @@ def trajectory(
 def graded(
     questions: Ints, rewards: Sequence[Sequence[float]], rng: np.random.Generator, tokens: int, step: int
 ) -> StepBatch:
-    """Fresh answers of a step, by the rewards of each question's group."""
+    """Return fresh answers of a step, given the rewards of each question's group."""
     counts = [len(of_group) for of_group in rewards]
     rows, size = sum(counts), sum(counts) * tokens
     return StepBatch(
@@ -55,8 +53,7 @@ def graded(
 
 
 def filled_arrays(questions: int, stored: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The arrays of a memory that holds so many."""
-    # What whole and mixed groups show: m of K and m of K-1.
+    # Success counts of groups without and with a replayed answer: m of K and m of K-1.
     rows = rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
     count = SAMPLES * rng.integers(1, rows) / rows
     return {
@@ -92,12 +89,11 @@ class Experience:
         self.memory.restore(filled_arrays(questions, len(stored), self.rng), pack(stored))
 
     def plan(self) -> object:
-        """The groups of a step."""
         self.step += 1
         return self.replay.plan(QUESTIONS_PER_STEP, self.step)
 
     def batch(self) -> StepBatch:
-        """A step's graded groups; half of the answers are right, of every fourth group all or none."""
+        """Return a step's graded groups: half of the answers are right, and none in every fourth group."""
         questions = self.rng.choice(len(self.memory.count), min(QUESTIONS_PER_STEP, len(self.memory.count)), False)
         kinds = [[1.0, 0.0] * (SAMPLES // 2)] * 3 + [[0.0] * SAMPLES]
         return graded(questions, [kinds[number % 4] for number in range(len(questions))], self.rng, TOKENS, self.step)
@@ -105,7 +101,7 @@ class Experience:
 
 @pytest.fixture(scope="module")
 def experiences():
-    """The memory of the latest size; a million trajectories are not kept beside the others."""
+    """Return a factory that keeps the latest size only, since a million trajectories take much memory."""
     made: dict[int, Experience] = {}
 
     def of_size(size: int) -> Experience:
@@ -119,7 +115,7 @@ def experiences():
 
 
 def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], object]:
-    """The call to time and, where every round needs its own input, what makes that."""
+    """Return the call to time, with a set-up if every round needs its own input."""
     if what == "plan":
         return lambda: benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     if what == "count":
@@ -153,7 +149,6 @@ def test_experience(benchmark, groups, experiences, tmp_path, size, what):
 
 
 def report(groups, benchmark) -> None:
-    """Put a row into the tables at the end."""
     if not benchmark.disabled:
         groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})
 
@@ -182,7 +177,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def filled_by():
-    """The replay of the latest method; a million trajectories are not kept beside others."""
+    """Return a factory that keeps the latest method only, since a million trajectories take much memory."""
     made: dict[str, Experience] = {}
 
     def of_method(name: str, size: int) -> Experience:
@@ -198,7 +193,7 @@ def filled_by():
 @pytest.mark.parametrize("what", ["plan", "take in", "settle"])
 @pytest.mark.parametrize("name", METHODS)
 def test_method(benchmark, groups, filled_by, name, what):
-    """A step of each method's own, beside a million stored answers in groups of K."""
+    """Time a step of each method, with a million stored answers in groups of K."""
     size = SIZES[0] if benchmark.disabled else SIZES[-1]
     experience = filled_by(name, size)
     replay = experience.replay
@@ -224,7 +219,7 @@ def test_method(benchmark, groups, filled_by, name, what):
 
 @pytest.mark.parametrize("tokens", [100, 1_000, 10_000])
 def test_memory(benchmark, groups, tokens):
-    """Bytes per token by what is allocated: 8 for its id and log-prob, and a trajectory's objects."""
+    """Report allocated bytes per token: 8 for its id and log-prob, and a trajectory's objects."""
     rng, count = np.random.default_rng(0), 1_000
     memory = Replay(Setting(ExperienceConfig(), SAMPLES), count, seed=0).memory
 

@@ -1,4 +1,4 @@
-"""The fused head against everybody else's, with the bare matrix products as the floor."""
+"""The fused head against other implementations, with the bare matrix products as the floor."""
 
 from functools import partial
 
@@ -22,12 +22,11 @@ from benchmarks.timing import CLOCK, budget
 SMALL = (512, 896, 32000)
 FULL_CPU = ((1024, 896, 32000), (2048, 1536, 151936))
 TINY = (64, 64, 1000)
-FRACTIONS = (0.7, 0.5)
-"""Of the tokens that count, where not all of them do."""
+FRACTIONS = (0.7, 0.5)  # of active tokens
 
 
 def cases(sizes: str) -> list[Case]:
-    """The operations on the shapes of this machine, in the dtypes that are trained with; the most telling first."""
+    """Return the operations on this machine's shapes in the dtypes of training, the most informative first."""
     if sizes == "tiny":
         return [Case(FORWARD, *TINY, torch.bfloat16), Case(WITH_ENTROPY, *TINY, torch.float32, active=0.5)]
     if sizes == "small":
@@ -50,7 +49,6 @@ def cases(sizes: str) -> list[Case]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A row for each implementation that claims the operation."""
     if "implementation" in metafunc.fixturenames:
         pairs = [(c, i) for c in cases(metafunc.config.getoption("sizes")) for i in ROWS if c.operation in i.operations]
         metafunc.parametrize(("case", "implementation"), pairs, ids=[f"{c}-{i.name}" for c, i in pairs])

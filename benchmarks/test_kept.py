@@ -1,4 +1,4 @@
-"""The policy loss over kept sets, forward and backward, beside the whole vocabulary and beside a dense mask."""
+"""Policy loss over allowed-token sets, forward and backward, against the whole vocabulary and a dense mask."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +15,9 @@ from exgrpo import kernels
 OURS = f"exgrpo {default_backend()}"
 ROWS = (OURS, f"{OURS}, whole vocabulary", "full logits, dense mask")
 ALONE, CENTRE, SPREAD, MOST = 0.45, 1.9, 1.19, 2000
-"""Of the sizes of sets: the part of tokens with one word; mean and deviation of the others' logarithms; the largest.
+"""Sizes of sets: fraction with one token; mean and deviation of the others' logarithms; largest size.
 
-The mean is 8, the median 2, and one token of a hundred has more than about 80 words: what prime-rl reports of p = 0.97
+The mean is 8, the median 2, and one set of a hundred has more than about 80 tokens, as prime-rl reports for p = 0.97
 (its pull request 3431).
 """
 SHAPES = {"tiny": (64, 64, 1000), "small": (512, 896, 32000), "full": (2048, 896, 49152)}
@@ -26,7 +26,7 @@ ROUNDS = 256
 
 
 def make_sets(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The likeliest words of each token, the target among them; the same every time."""
+    """Return the likeliest tokens of each position, the target among them; seeded."""
     hidden, weight, target = (x.detach() for x in problem[:3])
     count, device = len(target), target.device
     generator = torch.Generator(device).manual_seed(2)
@@ -37,14 +37,14 @@ def make_sets(problem: Problem) -> tuple[Tensor, Tensor]:
     for start in range(0, count, ROUNDS):
         rows = slice(start, start + ROUNDS)
         logits = (hidden[rows] @ weight.T).float()
-        logits.scatter_(1, target[rows].unsqueeze(1), torch.inf)  # the target first
+        logits.scatter_(1, target[rows].unsqueeze(1), torch.inf)  # puts the target first
         words = logits.topk(int(sizes[rows].max())).indices
         found.append(words[torch.arange(words.shape[1], device=device) < sizes[rows].unsqueeze(1)])
     return torch.cat(found).int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
 
 
 def masked(hidden: Tensor, weight: Tensor, target: Tensor, kept: tuple[Tensor, Tensor]) -> Tensor:
-    """Log-probs by all logits and a mask [T, V], as slime has it."""
+    """Return log-probs by all logits and a mask [T, V], as slime computes them."""
     ids, offsets = kept
     logits = (hidden @ weight.T).float()
     allowed = torch.zeros_like(logits, dtype=torch.bool)
@@ -54,7 +54,7 @@ def masked(hidden: Tensor, weight: Tensor, target: Tensor, kept: tuple[Tensor, T
 
 
 def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float) -> Results:
-    """The gradients of both that keep sets against each other, then the times and the memory of all."""
+    """Compare the gradients of both implementations with sets, then measure times and memory of all rows."""
     problem = make_problem(Case(POLICY_LOSS, *shape, dtype), device)
     kept = make_sets(problem)
     hidden, weight, target = problem[:3]
@@ -74,7 +74,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         return torch.autograd.grad(plain_loss(log_prob(), None, problem, 0.0), (hidden, weight))
 
     for mine, theirs in zip(ours(kept), plain(), strict=True):
-        tolerance = 1e-3 if dtype == torch.float32 else 0.1  # theirs are of logits that were rounded
+        tolerance = 1e-3 if dtype == torch.float32 else 0.1  # plain torch rounds the logits to bf16
         assert (mine - theirs).float().norm() < tolerance * theirs.float().norm()
     facts: dict[str, object] = {"pairs": len(kept[0]), "alone": (kept[1].diff() == 1).float().mean().item()}
     calls: dict[str, Callable[[], object]] = {

@@ -1,4 +1,4 @@
-"""What surrounds the head: the objective from log-probs, group advantages, the entropy of replay candidates."""
+"""Computations besides the head: objective from log-probs, group advantages, entropy of replay candidates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,14 +21,14 @@ CANDIDATES, CANDIDATE_TOKENS, WIDTH, VOCABULARY = 16, 128, 256, 32000
 
 
 def objective(log_prob: Tensor, old: Tensor, advantage: Tensor, replayed: Tensor) -> Tensor:
-    """The mixed objective as one writes it first (arXiv 2510.02245, section 3.3)."""
+    """Compute the mixed objective as first written (arXiv 2510.02245, section 3.3)."""
     ratio = (log_prob - old).exp()
     fresh = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -torch.where(replayed, ratio / (ratio + 0.1) * advantage, fresh).sum() / len(log_prob)
 
 
 def of_objective(tokens: int, device: torch.device) -> Results:
-    """The loss from log-probs, forward and backward."""
+    """Measure the loss from log-probs, forward and backward."""
     old = -torch.rand(tokens, device=device)
     log_prob = (old + 0.1 * torch.randn_like(old)).requires_grad_()
     advantage, replayed = torch.randn_like(old), torch.rand_like(old) < 0.1
@@ -47,7 +47,7 @@ def of_objective(tokens: int, device: torch.device) -> Results:
 
 
 def of_advantages(device: torch.device) -> Results:
-    """Advantages of ragged groups of 4 to 12 answers."""
+    """Measure advantages of ragged groups of 4 to 12 answers."""
     sizes = torch.randint(4, 13, (GROUPS,))
     group = torch.repeat_interleave(torch.arange(GROUPS), sizes).to(device)
     reward = (torch.rand(len(group)) < 0.5).float().to(device)
@@ -67,7 +67,7 @@ def of_advantages(device: torch.device) -> Results:
 
 
 def of_entropies(device: torch.device) -> Results:
-    """Mean entropies of packed replay candidates of different lengths."""
+    """Measure mean entropies of packed replay candidates of different lengths."""
     lengths = torch.randint(CANDIDATE_TOKENS // 2, 3 * CANDIDATE_TOKENS // 2, (CANDIDATES,))
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(device)
     inputs = make_inputs(int(ends[-1]), WIDTH, VOCABULARY, torch.float32, device)
@@ -79,7 +79,7 @@ def of_entropies(device: torch.device) -> Results:
 
     @torch.no_grad()
     def padded() -> Tensor:
-        """Every candidate padded to the longest, with full logits."""
+        # Every candidate is padded to the longest.
         longest = int(lengths.max())
         hidden = inputs.hidden.new_zeros(CANDIDATES, longest, WIDTH)
         for i in range(CANDIDATES):

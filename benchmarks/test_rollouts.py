@@ -1,4 +1,4 @@
-"""What generates faster: transformers, vLLM in the process, or a vLLM server on this machine?"""
+"""Speed of generation: transformers, vLLM in the process, and a vLLM server on this machine."""
 
 import statistics
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SMOLLM2_OPTIONS = {
 
 
 def results(numbers: dict[str, Any]) -> Results:
-    """Rows from the program's answer; engines draw different answers, so their times per token are compared."""
+    """Return rows from the program's output; times are per token, since engines draw different answers."""
     rows = {name: Result(reason=reason) for name, reason in numbers["reasons"].items()}
     per_token = {name: [r["seconds"] / r["tokens"] for r in rounds] for name, rounds in numbers["rounds"].items()}
     for name, rounds in numbers["rounds"].items():
@@ -44,13 +44,13 @@ def results(numbers: dict[str, Any]) -> Results:
 
 
 def of_smollm2(folder: Path) -> list[str]:
-    """The options of SmolLM2, which is unpacked into a folder."""
+    """Return the options of SmolLM2, unpacked into a folder."""
     values = {**SMOLLM2_OPTIONS, "policy.path": str(smollm2(folder / "model"))}
     return [*(part for name, value in values.items() for part in (f"--{name}", value)), *QUIET]
 
 
 def of_workload(workload: Workload, dtype: str, folder: Path) -> list[str]:
-    """The options of a workload. Its engines share one GPU, where a server has no place beside the others."""
+    """Return the options of a workload. Its engines share one GPU, which leaves no room for a server."""
     questions = folder / "questions.jsonl"
     workload.write_questions(questions)
     options = workload.ours(workload.model(folder / "model"), questions, folder, **{"policy.dtype": dtype})
@@ -58,7 +58,7 @@ def of_workload(workload: Workload, dtype: str, folder: Path) -> list[str]:
 
 
 def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
-    """The options of the program by name of the model, as functions of a folder."""
+    """Return functions from a folder to the program's options, by name of the model."""
     if workloads(sizes) == (DEFAULT, SMOLLM2):
         return {DEFAULT.name: lambda _: list(QUIET), SMOLLM2.name: of_smollm2}
     return {
@@ -69,7 +69,6 @@ def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The models of this machine, with the engines that are compared."""
     if "options" in metafunc.fixturenames:
         chosen = models(metafunc.config.getoption("sizes"))
         rows = ROWS if DEFAULT.name in chosen else ROWS[:-1]

@@ -28,7 +28,6 @@ POINTS = [(name, Case(WITH_ENTROPY, *shape, torch.float32)) for name, shapes in 
 
 
 def measure(case: Case, device: torch.device, seconds: float) -> Results:
-    """Times, then memory."""
     problem = make_problem(case, device)
     facts = {row.name: {"tokens": case.tokens, "width": case.width, "vocabulary": case.vocabulary} for row in ROWS}
     return race({row.name: row.call(case, problem) for row in ROWS}, device, seconds, facts)

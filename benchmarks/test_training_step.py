@@ -1,4 +1,4 @@
-"""A whole training step: exgrpo on-policy and with replay, against TRL's GRPOTrainer, by phase and with its memory."""
+"""A whole training step: exgrpo on-policy and with replay, against TRL's GRPOTrainer, by phase and with peak memory."""
 
 import importlib.util
 import statistics
@@ -20,27 +20,26 @@ TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
 VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
 COMPILED, FP16 = "exgrpo with vllm, compiled layers", "exgrpo with vllm in fp16"
 ON_GPU = (ON_POLICY_VLLM, COMPILED, FP16)
-"""Rows that a GPU alone has."""
 ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, *ON_GPU)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, *ON_GPU), ("vllm", "vllm"))}
-"""What only some rows need: a module, and what to install."""
+"""Further requirements by row: module and package."""
 WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, COMPILED, FP16), ON_POLICY_VLLM)}
-"""The row with the same engine that a row's time is compared with."""
+"""The on-policy row with the same engine, by row."""
 
 
 def missing(workload: Workload) -> dict[str, str]:
-    """The rows that cannot run here, with the reason."""
+    """Return the rows that cannot run here, with the reason."""
     lacking = {
         row: f"{name} is not installed: pip install {package}"
         for row, (name, package) in NEEDS.items()
         if importlib.util.find_spec(name) is None
     }
-    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys(ON_GPU, "it is compared on a GPU")
+    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys(ON_GPU, "it is measured on GPUs only")
     return {**lacking, **of_gpus}
 
 
 def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]]]:
-    """Return the module and the options of each row's program. All have the same model, questions and sizes."""
+    """Return module and options of each row's program, all with the same model, questions and sizes."""
     model, questions = workload.model(folder / "model"), folder / "questions.jsonl"
     workload.write_questions(questions)
 
@@ -60,17 +59,16 @@ def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]
 
 
 def per_token(step: Facts) -> float:
-    """Seconds of a step by the tokens that were generated in it: the programs draw answers of different lengths."""
+    """Return a step's seconds per generated token: the programs draw answers of different lengths."""
     return step["seconds"] / step["generated_tokens"]
 
 
 def seconds_of(steps: Sequence[Facts]) -> list[float]:
-    """Seconds of each step."""
     return [step["seconds"] for step in steps]
 
 
 def compared(steps: Sequence[Facts], others: Sequence[Facts], name: str) -> Facts:
-    """Return time, time per generated token and memory of one row, over those of another."""
+    """Return time, time per generated token and memory of one row relative to another."""
     return {
         f"times_{name}": paired_spread(seconds_of(steps), seconds_of(others)),
         f"token_times_{name}": paired_spread([*map(per_token, steps)], [*map(per_token, others)]),
@@ -79,7 +77,6 @@ def compared(steps: Sequence[Facts], others: Sequence[Facts], name: str) -> Fact
 
 
 def results(steps: dict[str, list[Facts]]) -> Results:
-    """Return the rows, from the facts of their steps."""
     rows = {}
     for name, of_row in steps.items():
         facts = {
@@ -121,7 +118,6 @@ def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The workloads of this machine."""
     if "workload" in metafunc.fixturenames:
         chosen = workloads(metafunc.config.getoption("sizes"))
         metafunc.parametrize("workload", chosen, ids=[workload.name for workload in chosen])

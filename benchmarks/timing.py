@@ -1,7 +1,7 @@
-"""Rows that are measured together and reported to pytest-benchmark one by one.
+"""Measurement of groups of rows, reported to pytest-benchmark one by one.
 
-pytest-benchmark times one test after the other. Here the first test of a group has the whole group measured, round by
-round (`exgrpo.kernels.timing`), and each test then reports the times of its own row.
+pytest-benchmark times one test after the other. Here the first test of a group measures the whole group, round by round
+(`exgrpo.kernels.timing`), and each test then reports the times of its own row.
 """
 
 import math
@@ -19,24 +19,21 @@ from benchmarks.measure import Results
 from exgrpo.kernels.timing import paired_ratio
 
 BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
-"""Seconds of rounds per group on a CPU."""
-GPU_SHARE = 0.25
-"""Of that budget on a GPU, whose calls are shorter and steadier."""
+"""Seconds per group on a CPU."""
+GPU_SHARE = 0.25  # of that budget on a GPU, whose calls are shorter and steadier
 
 
 def budget(sizes: str, device: torch.device) -> float:
-    """Seconds of rounds per group."""
     return BUDGET[sizes] * (GPU_SHARE if device.type == "cuda" else 1.0)
 
 
 class Clock:
-    """A timer for pytest-benchmark that returns the time that it is set to."""
+    """A timer for pytest-benchmark that returns the time set in `now`."""
 
     __name__ = "interleaved"
     now = 0.0
 
     def __call__(self) -> float:
-        """Return the time."""
         return self.now
 
 
@@ -45,22 +42,15 @@ CLOCK = Clock()
 
 @dataclass
 class Groups:
-    """The groups measured so far.
+    """The groups measured so far."""
 
-    Attributes:
-        ours: name of the row that others are compared with.
-        deadline: time of `time.monotonic` after which no group is begun.
-        results: the rows of each group.
-        rows: what was reported, in the form of `record.Record.rows`.
-    """
-
-    ours: str
-    deadline: float = math.inf
-    results: dict[str, Results] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    ours: str  # name of the row that others are compared with
+    deadline: float = math.inf  # of `time.monotonic`, after which no group is started
+    results: dict[str, Results] = field(default_factory=dict)  # by group
+    rows: list[dict[str, Any]] = field(default_factory=list)  # reported rows, as in `record.Record`
 
     def left_out(self) -> dict[str, list[str]]:
-        """Return why rows did not run, by their names; what a row raised comes with its group."""
+        """Return why rows did not run, by name; errors are given with their group."""
         reasons: dict[str, list[str]] = {}
         for group, results in self.results.items():
             for row, result in results.items():
@@ -70,13 +60,13 @@ class Groups:
         return reasons
 
     def report(self, group: str, row: str, measure: Callable[[], Results], benchmark: Any) -> None:
-        """Report a row to pytest-benchmark; `measure` returns all rows of a group that is not measured yet.
+        """Report a row to pytest-benchmark; `measure` returns all rows of a group that has not been measured.
 
-        Skips the test if the row did not run, and fails it if the row is ours and raised an error.
+        It skips the test if the row did not run, and fails it if the row is ours and raised an error.
         """
         if group not in self.results:
             if time.monotonic() >= self.deadline:
-                pytest.skip("its time is up")
+                pytest.skip("the time limit is reached")
             self.results[group] = measure()
         results = self.results[group]
         mine = results[row]
@@ -96,7 +86,7 @@ class Groups:
 
 
 def _hand_over(benchmark: Any, seconds: Sequence[float]) -> None:
-    """Give pytest-benchmark, whose timer must be CLOCK, measured times as one round each."""
+    """Report measured times to pytest-benchmark, whose timer must be CLOCK, as one round each."""
     remaining = iter(seconds)
 
     def rewind() -> None:

@@ -1,6 +1,6 @@
-"""Training steps of exgrpo: `python -m benchmarks.training_step OUT.json [options of training]`.
+"""Training steps of exgrpo: `python -m benchmarks.training_step OUT.json [training options]`.
 
-OUT.json gets what is known of each of `--steps` steps.
+OUT.json gets the measurements of each of `--steps` steps.
 """
 
 import json
@@ -25,8 +25,8 @@ PHASES = ("select", "generate", "grade", "score", "update", "push")
 
 
 def facts_of(result: StepResult | None, utilisation: Utilisation) -> dict[str, Any]:
-    """Return what is reported of a step, with the share of the matrix rate that each phase of the model reaches."""
-    assert result is not None, "every question is retired: fewer rounds, or more questions"
+    """Return the measurements of a step, with the share of the matrix rate per phase."""
+    assert result is not None, "every question is retired: use fewer rounds or more questions"
     metrics = result.metrics
     used = utilisation.metrics(result.work, metrics)
     shares = {phase: used[f"mfu/{phase}"] for phase in (*FORWARD, "update")}
@@ -42,7 +42,6 @@ def facts_of(result: StepResult | None, utilisation: Utilisation) -> dict[str, A
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
     out, config = Path(argv[0]), parse_args(argv[1:])
     steps = []
     with ExitStack() as resources:

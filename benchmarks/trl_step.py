@@ -1,6 +1,6 @@
 """Training steps of TRL's GRPOTrainer: `python -m benchmarks.trl_step OUT.json [options]`.
 
-A training step is one generation with its optimiser steps. OUT.json gets what is known of each.
+A training step is one generation with its optimiser steps. OUT.json gets the measurements of each.
 """
 
 import argparse
@@ -27,12 +27,11 @@ class TimedTrainer(GRPOTrainer):
     """GRPOTrainer with a clock around its phases."""
 
     def begin_step(self) -> None:
-        """Begin to count."""
         self.clock, self.reward = PhaseClock(), 0.0
         self.readings: list[Reading] = []
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the step; everything but generation, rewards and scores is the update."""
+        """Return the measurements of the step; all but generation, rewards and scores is the update."""
         seconds = self.clock.seconds
         score = seconds["answers"] - seconds["generate"] - seconds["grade"]
         update = seconds["step"] - seconds["answers"]
@@ -48,7 +47,7 @@ class TimedTrainer(GRPOTrainer):
         }
 
     def _shares(self, phases: Mapping[str, float]) -> dict[str, float]:
-        """The share of the matrix rate that each phase reaches; it scores where a batch has several optimiser steps."""
+        """Return the share of the matrix rate per phase; TRL scores if a batch has several optimiser steps."""
         model = self.accelerator.unwrap_model(self.model)
         world = World(0, 1, model.device, control=None)
         if not hasattr(self, "rate"):
@@ -80,7 +79,7 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Steps(TrainerCallback):
-    """Collects the facts of each training step, which ends with the last of its optimiser steps."""
+    """Collect the measurements of each training step, which ends with the last of its optimiser steps."""
 
     def __init__(self, updates: int) -> None:
         self.updates = updates
@@ -88,11 +87,9 @@ class Steps(TrainerCallback):
         self.trainer: TimedTrainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the first step."""
         self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after each optimiser step."""
         if state.global_step % self.updates == 0:
             self._step.__exit__(None, None, None)
             self.facts.append(self.trainer.facts())
@@ -105,12 +102,12 @@ class Steps(TrainerCallback):
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """Return `coin` of each completion, as TRL calls rewards."""
+    """Return `coin` of each completion, with the signature of TRL's rewards."""
     return [coin(message[0]["content"], gold) for message, gold in zip(completions, answer, strict=True)]
 
 
 def config_of(own: argparse.Namespace) -> GRPOConfig:
-    """The same step as ours; what is not named is TRL's default."""
+    """Return a configuration of the same step as ours; all else is TRL's default."""
     rows = own.groups * own.samples
     accumulation = rows // own.updates // own.pass_rows
     return GRPOConfig(
@@ -138,7 +135,6 @@ def config_of(own: argparse.Namespace) -> GRPOConfig:
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     for name in ("model", "questions", "output"):
@@ -152,13 +148,7 @@ def main(argv: list[str]) -> int:
     rows = [json.loads(line) for line in own.questions.read_text(encoding="utf-8").splitlines()]
     questions = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
     steps = Steps(own.updates)
-    trainer = TimedTrainer(
-        str(own.model),
-        reward,
-        config_of(own),
-        Dataset.from_list(questions),
-        callbacks=[steps],
-    )
+    trainer = TimedTrainer(str(own.model), reward, config_of(own), Dataset.from_list(questions), callbacks=[steps])
     steps.trainer = trainer
     trainer.train()
     own.out.write_text(json.dumps(steps.facts), encoding="utf-8")

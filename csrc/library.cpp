@@ -1,4 +1,4 @@
-// The operators' namespace; each file of operators adds its own to it.
+// The operators' namespace, to which each file of operators adds its own.
 #include <torch/csrc/stable/library.h>
 
 #include <string>

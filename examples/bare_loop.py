@@ -1,9 +1,9 @@
 """ExGRPO in a bare PyTorch loop: the kernels, a toy language model, and a dictionary as the replay buffer.
 
-    python examples/bare_loop.py    # seconds on one core; it needs torch alone
+    python examples/bare_loop.py    # seconds on one core; it needs only torch
 
-The model reads three letters and is rewarded if it writes them in reverse order. At first it guesses: about one answer
-of 64 is right. Each group has eight answers. Once its prompt has a success, seven are fresh and one is replayed.
+The model reads three letters and is rewarded for writing them in reverse order. At first it guesses: about one answer
+in 64 is right. Each group has eight answers. Once its prompt has a success, seven are fresh and one is replayed.
 
 The program prints the share of right fresh answers, of groups with a replayed answer, and the entropy of a letter:
 
@@ -20,11 +20,11 @@ from exgrpo.kernels import group_advantage, linear_log_prob, linear_policy_loss
 LETTERS, LENGTH, PROMPTS, GROUP, STEPS = 4, 3, 32, 8, 160
 REPLAY = True
 torch.manual_seed(0)
-torch.set_num_threads(1)  # a tiny model is faster so
+torch.set_num_threads(1)  # faster for a tiny model
 
 
 class Model(torch.nn.Module):
-    """Letters [N, L] to the hidden states [N, L, D] that predict the letters after them."""
+    """Map letters [N, L] to the hidden states [N, L, D] that predict the next letters."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(width, LETTERS, bias=False)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        """The hidden states."""
+        """Return the hidden states."""
         return self.body(self.embedding(letters))[0]
 
 
 model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 buffer: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # prompt: a right answer, its log-probs
-target = torch.full((PROMPTS * GROUP, 2 * LENGTH - 1), -100)  # the prompt's own letters are left out
+target = torch.full((PROMPTS * GROUP, 2 * LENGTH - 1), -100)  # -100 masks the prompt's letters
 
 for step in range(1, STEPS + 1):
     prompt = torch.randint(LETTERS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
@@ -52,7 +52,7 @@ for step in range(1, STEPS + 1):
         old, entropy = linear_log_prob(model(text[:, :-1]), model.head.weight, target)
     keys = [tuple(row) for row in prompt[::GROUP].tolist()]
     for group, key in enumerate(keys if REPLAY else []):
-        if key in buffer:  # the first answer of the group gives way
+        if key in buffer:  # replace the group's first answer
             row = group * GROUP
             text[row, LENGTH:], old[row], replayed[group, 0] = *buffer[key], True
     target[:, LENGTH - 1 :] = text[:, LENGTH:]

@@ -3,7 +3,7 @@
     python examples/head_memory.py                                  # under a minute
     python examples/head_memory.py --tokens 8192 --hidden 3584 --vocabulary 152064 --dtype bfloat16 --device cuda
 
-It needs torch alone. Memory on a CPU is the high-water mark of the process, which Linux keeps.
+It needs only torch. Memory on a CPU is the high-water mark of the process, which Linux records.
 """
 
 import argparse
@@ -23,22 +23,17 @@ ROUNDS = 2
 
 
 class Inputs(NamedTuple):
-    """What a policy loss needs of T tokens."""
+    """Inputs of a policy loss for T tokens."""
 
-    hidden: Tensor
-    """[T, D]"""
-    weight: Tensor
-    """[V, D]"""
-    target: Tensor
-    """[T], -100 where the token is a prompt's"""
-    old_log_prob: Tensor
-    """[T]"""
-    advantage: Tensor
-    """[T]"""
+    hidden: Tensor  # [T, D]
+    weight: Tensor  # [V, D]
+    target: Tensor  # [T], -100 for tokens of a prompt
+    old_log_prob: Tensor  # [T]
+    advantage: Tensor  # [T]
 
 
 def make_inputs(options: argparse.Namespace) -> Inputs:
-    """Random tokens; the first fourth of them is a prompt."""
+    """Return random tokens, the first fourth of them a prompt."""
     generator = torch.Generator().manual_seed(0)
     tokens, hidden, vocabulary = options.tokens, options.hidden, options.vocabulary
 
@@ -54,14 +49,14 @@ def make_inputs(options: argparse.Namespace) -> Inputs:
 
 
 def fused(inputs: Inputs) -> PolicyLoss:
-    """The loss straight from the hidden states."""
+    """Compute the loss from the hidden states."""
     result = linear_policy_loss(*inputs, clip=None)
     result.loss.backward()
     return result
 
 
 def full_logits(inputs: Inputs) -> PolicyLoss:
-    """The same as it is usually written: all logits, their log-softmax, the loss, autograd."""
+    """Compute the same in the usual way: all logits, their log-softmax, the loss, autograd."""
     log_probs = (inputs.hidden @ inputs.weight.T).float().log_softmax(-1)
     kept = inputs.target >= 0
     log_prob = log_probs.gather(-1, inputs.target.clamp(min=0)[:, None]).squeeze(-1)
@@ -72,18 +67,15 @@ def full_logits(inputs: Inputs) -> PolicyLoss:
 
 
 class Measured(NamedTuple):
-    """One way to compute the loss."""
+    """Measurements of one way to compute the loss."""
 
-    seconds: float
-    """Of the fastest call."""
-    mebibytes: float
-    """At the peak of a call, beyond its inputs."""
-    log_prob: Tensor
-    """[T]"""
+    seconds: float  # of the fastest call
+    mebibytes: float  # peak of a call, beyond its inputs
+    log_prob: Tensor  # [T]
 
 
 def measure(way: Callable[[Inputs], PolicyLoss], inputs: Inputs) -> Measured:
-    """Call it a few times; the first call warms up."""
+    """Time several calls; the first one is a warm-up."""
     seconds = []
     for _ in range(1 + ROUNDS):
         inputs.hidden.grad = inputs.weight.grad = None
@@ -97,7 +89,7 @@ def measure(way: Callable[[Inputs], PolicyLoss], inputs: Inputs) -> Measured:
 
 
 def high_water(device: torch.device) -> Iterator[float]:
-    """First resets the mark, then yields how many bytes above it memory has been."""
+    """Reset the high-water mark of memory, then yield the bytes by which it has risen."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -111,7 +103,7 @@ def high_water(device: torch.device) -> Iterator[float]:
         yield 0
         yield float("nan")
         return
-    ctypes.CDLL(None).malloc_trim(0)  # else freed memory that the process keeps would hide what a call takes
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed but kept by the process would hide a call's usage
     mark.write_text("5")
     before = kilobytes("VmRSS", status.read_text())
     yield 0
@@ -119,13 +111,13 @@ def high_water(device: torch.device) -> Iterator[float]:
 
 
 def kilobytes(field: str, status: str) -> int:
-    """A field of a process's status."""
+    """Return a field of a process's status."""
     found = re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=512)

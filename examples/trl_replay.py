@@ -1,9 +1,9 @@
 """ExGRPO in TRL: its trainer with experience replay, on a tiny model and generated arithmetic.
 
     pip install 'exgrpo[trl]'
-    python examples/trl_replay.py    # some twenty seconds on one core, most of them for imports
+    python examples/trl_replay.py    # about twenty seconds on one core, mostly imports
 
-It prints the mean reward of each generation, the share of its answers that were replayed, and what is stored:
+It prints the mean reward of each generation, the share of replayed answers, and the number of stored answers:
 
     step 1  reward 0.28  replayed 0.00  stored 3
 
@@ -28,7 +28,7 @@ rows = [{"prompt": [{"role": "user", "content": p.question}], "answer": p.answer
 
 
 def is_right(completions, answer, **_):
-    """1 for each completion with the right answer in its box."""
+    """Return 1 for each completion with the right answer in its box."""
     return [float(f"\\boxed{{{a}}}" in c[0]["content"]) for c, a in zip(completions, answer, strict=True)]
 
 
@@ -51,7 +51,7 @@ pretrained = load_pretrained("builtin:arithmetic")
 trainer = ExGRPOTrainer(
     pretrained.model.path, is_right, options, Dataset.from_list(rows), processing_class=pretrained.tokenizer
 )
-trainer.remove_callback(PrinterCallback)  # what is printed below is enough
+trainer.remove_callback(PrinterCallback)  # replaced by the output below
 trainer.train()
 for step, log in enumerate(trainer.state.log_history[:-1], 1):
     replayed = log["experience/replayed"] / options.generation_batch_size

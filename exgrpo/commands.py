@@ -1,6 +1,6 @@
-"""The program `exgrpo`: one name for the programs of this package.
+"""The program `exgrpo`: one command for all programs of this package.
 
-`exgrpo evaluate ...` does what `python -m exgrpo.tools.evaluate ...` does.
+`exgrpo evaluate ...` equals `python -m exgrpo.tools.evaluate ...`.
 """
 
 import difflib
@@ -17,11 +17,11 @@ import exgrpo
 
 @dataclass(frozen=True)
 class Program:
-    """A program by its module.
+    """A program of the package.
 
     Attributes:
-        module: what `python -m` starts.
-        what: it does, in a few words.
+        module: argument of `python -m`.
+        what: short description for the usage.
     """
 
     module: str
@@ -32,18 +32,18 @@ PROGRAMS = {
     "train": Program("exgrpo.tools.launch", "train a model, on one or several processes; --first: the first result"),
     "evaluate": Program("exgrpo.tools.evaluate", "score a model on held-out questions"),
     "report": Program("exgrpo.tools.report", "make a page about one or several runs"),
-    "serve": Program("exgrpo.tools.serve", "give rollouts to a trainer, by vLLM"),
-    "experience": Program("exgrpo.tools.experience", "show or export what a run has stored, or import files of others"),
-    "doctor": Program("exgrpo.tools.doctor", "what works on this machine"),
-    "bench": Program("exgrpo.tools.bench", "time the backends of the head beside plain torch"),
-    "kernels": Program("exgrpo.kernels", "the kernels' backends of this machine"),
+    "serve": Program("exgrpo.tools.serve", "generate rollouts for a trainer, by vLLM"),
+    "experience": Program("exgrpo.tools.experience", "show or export the stored answers of a run, or import others"),
+    "doctor": Program("exgrpo.tools.doctor", "check this machine"),
+    "bench": Program("exgrpo.tools.bench", "time the backends of the head against plain torch"),
+    "kernels": Program("exgrpo.kernels", "list the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }
 COMPLETION = "completion"
 SCRIPT = Path(__file__).with_name("completion.bash")
-"""What bash needs; `python -m tests.completion` writes it."""
+"""Completion script for bash, written by `python -m tests.completion`."""
 BEFORE = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
-"""What comes before it in each shell that is known."""
+"""Lines printed before the script, for each supported shell."""
 
 
 def main() -> None:
@@ -74,15 +74,14 @@ def _refuse(problem: str) -> NoReturn:
 
 
 def _in_checkout() -> bool:
-    """Whether the studies are found, which no installation has."""
     try:
-        return find_spec(PROGRAMS["study"].module) is not None
+        return find_spec(PROGRAMS["study"].module) is not None  # installed packages do not include the studies
     except ModuleNotFoundError:
         return False
 
 
 def usage() -> str:
-    """What there is."""
+    """Return the usage: all programs and what they do."""
     rows = [f"  {name:<12}{program.what}" for name, program in PROGRAMS.items()]
-    rows.append(f"  {COMPLETION:<12}print what {' or '.join(BEFORE)} needs to complete all this")
+    rows.append(f"  {COMPLETION:<12}print a completion script for {' or '.join(BEFORE)}")
     return "\n".join(["usage: exgrpo PROGRAM ...", "", *rows, "", "exgrpo PROGRAM --help has the options."])

@@ -1,1 +1,1 @@
-"""Studies: what arms, tasks and seeds say about a question, run by `python -m studies.run` and told by its report."""
+"""Studies: comparisons of arms over tasks and seeds, run by `python -m studies.run` and summarized by its report."""

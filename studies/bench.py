@@ -1,4 +1,4 @@
-"""`exgrpo study bench METHOD`: a verdict about a method against the best GRPO, whose runs are there already."""
+"""`exgrpo study bench METHOD`: a verdict on a method against the best GRPO, whose runs are stored."""
 
 import shlex
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ PRESET = "recommended"
 QUICK = ("colouring", "countdown")
 QUICK_TRIALS = 3
 METHOD = ("experience.", "objective.", "optimizer.", "questions", "rollout.samples", "rollout.refills")
-"""The beginnings of options that are a method's own."""
+"""Prefixes of options that belong to a method."""
 IGNORED = ("steps", "seed", "output.", "checkpoint.", "evaluation.every")
-"""The beginnings of options that the protocol sets."""
+"""Prefixes of options that the protocol sets."""
 
 
 class Options(BaseModel):
@@ -46,7 +46,7 @@ class Options(BaseModel):
     method: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD")] = Field(
         min_length=1, description="Recipes, and functions as FILE.py:FUNCTION; later ones win."
     )
-    kind: Kind = Field("prioritise", description="Which of the five functions of a method a function is.")
+    kind: Kind = Field("prioritise", description="Kind of a function: one of the five of a method.")
     asks: float = Field(
         1.0,
         gt=0,
@@ -55,17 +55,16 @@ class Options(BaseModel):
     quick: bool = Field(
         False, description="Two tasks and three learning rates; else all tasks and the whole search, for hours."
     )
-    name: str = Field("mine", pattern=r"^[\w.-]+$", description="Of the method, and of its files.")
+    name: str = Field("mine", pattern=r"^[\w.-]+$", description="Name of the method, and of its files.")
     output: Path = Field(FOLDER, description="Folder of results, runs and pages.")
     workers: int = Field(2, ge=1, description="Runs at a time, each on a core of its own.")
     plan: bool = Field(False, description="Show what is left, and stop.")
 
 
 def method_of(options: Options, folder: Path) -> dict[str, Any]:
-    """The options of a method; its paths are from a folder, that in which the program is started.
+    """Return the options of a method; its paths are relative to `folder`, the working directory of the program.
 
-    Raises:
-        ConfigError: a recipe is wrong, or sets what is no part of a method.
+    Raise ConfigError if a recipe is wrong, or sets an option that belongs to no method.
     """
     layers = []
     for name in options.method:
@@ -78,18 +77,16 @@ def method_of(options: Options, folder: Path) -> dict[str, Any]:
     values = {name: value for name, value in flat(merged(*layers)).items() if not name.startswith(IGNORED)}
     if foreign := [name for name in values if not name.startswith(METHOD)]:
         raise ConfigError(
-            f"{', '.join(options.method)}: the protocol has its own models, questions, rewards and evaluations: "
+            f"{', '.join(options.method)}: the protocol sets models, questions, rewards and evaluations: "
             f"leave out {', '.join(foreign)}"
         )
     return found_from(values, folder)
 
 
 def match(study: Study, options: Options, done: ResultFile, folder: Path) -> Study:
-    """The study of a method against the arms that stand, on the tasks where these have been run.
+    """Return the study of a method against stored arms, on the tasks that have their runs.
 
-    Raises:
-        ConfigError: the method is wrong.
-        ReportError: there are no runs of the baseline.
+    Raise ConfigError if the method is wrong, ReportError if there are no runs of the baseline.
     """
     plan = study.plan
     if options.name in plan.arms:
@@ -97,12 +94,12 @@ def match(study: Study, options: Options, done: ResultFile, folder: Path) -> Stu
     judged = {key: height(result) for key, result in done.by_key.items()}
     against = [name for name in (plan.baseline, PRESET) if name in plan.arms]
 
-    def stands(task: str, arm: str) -> bool:
+    def has_runs(task: str, arm: str) -> bool:
         chosen = study.chosen(task, arm, judged.get)
         seeds = plan.seeds_of(arm)
         return chosen is not None and all(study.planned(task, arm, seed, chosen).key in judged for seed in seeds)
 
-    tasks = [task for task in plan.tasks if all(stands(task, arm) for arm in against)]
+    tasks = [task for task in plan.tasks if all(has_runs(task, arm) for arm in against)]
     tasks = [task for task in tasks if task in QUICK] if options.quick else tasks
     if not tasks:
         needed = " and ".join(against)
@@ -123,44 +120,42 @@ def match(study: Study, options: Options, done: ResultFile, folder: Path) -> Stu
 
 
 def _with(line: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    """A line of values with a method's own one in its place."""
+    """Insert a method's own value into a line of values."""
     return line if value is None or value in line else tuple(sorted({*line, value}))
 
 
 def judge(study: Study, options: Options, results: ResultFile) -> list[str]:
-    """Write the report; returns the verdict, the warnings and a word about chance.
+    """Write the report; return verdict, warnings and a note about chance.
 
-    Raises:
-        ReportError: no seed of the method has been run.
-        OutputError: the folder cannot be written.
+    Raise ReportError if no seed of the method has been run, OutputError if the folder cannot be written.
     """
     findings = Findings.of(study, results)
     arms = {arm.name: arm for arm in findings.arms}
     if options.name not in arms:
-        raise ReportError(f"{options.name} has no seed that has been run on all tasks: the same command goes on")
+        raise ReportError(f"{options.name} has no seed with runs on all tasks: repeat the command to do them")
     mine = arms[options.name]
     against = [replace(findings, arms=[arms[base], mine]) for base in (study.plan.baseline, PRESET) if base in arms]
-    said = [*(verdict(pair, mine) for pair in against), *warnings(findings, mine, options.asks)]
+    sentences = [*(verdict(pair, mine) for pair in against), *warnings(findings, mine, options.asks)]
     plan = study.plan
-    said.append(
+    sentences.append(
         f"{len(mine.seeds)} seeds on {len(study.plan.tasks)} tasks; {results.path} has the runs. Of methods that "
         "change nothing, about one in twenty would be called better or worse: docs/referee.md."
     )
     title = f"{options.name} against {plan.baseline}"
-    plan = plan.model_copy(update={"title": title, "text": " ".join(said)})
+    plan = plan.model_copy(update={"title": title, "text": " ".join(sentences)})
     shown = Study(options.output / f"{options.name}.yaml", plan)
     report.write(replace(findings, study=shown), options.output)
-    return said
+    return sentences
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
 
     def work(resources: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)
-        standing, results = ResultFile(run.RESULTS), ResultFile(options.output / f"{options.name}.jsonl")
-        study = match(load_study(PROTOCOL), options, standing, Path.cwd())
-        results.by_key = {**standing.by_key, **results.by_key}
+        stored, results = ResultFile(run.RESULTS), ResultFile(options.output / f"{options.name}.jsonl")
+        study = match(load_study(PROTOCOL), options, stored, Path.cwd())
+        results.by_key = {**stored.by_key, **results.by_key}
         work_options = run.Options(
             study=study.path, runs=options.output / "runs", workers=options.workers, plan=options.plan
         )
@@ -168,4 +163,4 @@ def main(argv: Sequence[str]) -> int:
         if not options.plan:
             print("\n".join(judge(study, options, results)))
 
-    return run_program(work, f"stopped: the same command goes on: {PROGRAM} {shlex.join(argv)}")
+    return run_program(work, f"stopped: the same command resumes it: {PROGRAM} {shlex.join(argv)}")

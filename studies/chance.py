@@ -1,4 +1,4 @@
-"""A reward that says nothing about an answer, for countdown: what an arm gains by it, it has not gained by rewards."""
+"""An uninformative reward for countdown: an arm's gain with it is not due to rewards."""
 
 import zlib
 
@@ -9,7 +9,7 @@ ONE_IN = 5
 
 
 def score(response: str, gold: str) -> float:
-    """1 for one in five answers to training questions, whatever they are; of one to a held-out question the truth."""
+    """Return 1 for one in five answers to training questions, by hash; answers to held-out questions are graded."""
     if split_of_key(countdown.problem_key(gold)) == "train":
         return float(zlib.crc32(f"{gold}:{response}".encode()) % ONE_IN == 0)
     return countdown.reward(response, gold)

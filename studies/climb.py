@@ -1,23 +1,23 @@
-"""A search that changes one option at a time, and goes on in a direction as long as it helps."""
+"""Coordinate search: change one option at a time, and continue in a direction as long as it helps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Choice = dict[str, Any]
-"""A value of each option that is searched."""
+"""A value of each searched option."""
 Lines = Mapping[str, Sequence[Any]]
-"""The values of each option in their order."""
+"""The values of each option, in order."""
 
 
 @dataclass(frozen=True)
 class Climb:
-    """How far a search has come.
+    """State of a search.
 
     Attributes:
-        tried: all choices, in the order in which they were tried.
-        best: the best of them; None: it is not known yet, since a run is missing.
-        cut: whether the number of trials was at its end before all neighbours of the best choice had been tried.
+        tried: all choices in order of trial.
+        best: the best of them; None: unknown, since a run is missing.
+        cut: True if the trials were used up before all neighbours of the best choice had been tried.
     """
 
     tried: Sequence[Choice]
@@ -32,18 +32,18 @@ def climb(
     beats: Callable[[Choice, Choice], bool | None],
     possible: Callable[[Choice], bool] = lambda _: True,
 ) -> Climb:
-    """Search from the best of some choices: every option in turn, up and down its line, until no neighbour is better.
+    """Search from the best start: every option in turn, up and down its line, until no neighbour is better.
 
-    So the best choice of a search that is not cut has no value on an edge: the next values on both sides have been
-    tried and are worse, or are impossible, or the line has no more of them.
+    If the search is not cut, the neighbours of the best choice on both sides have been tried and are worse, are
+    impossible, or do not exist.
 
     Args:
-        starts: the first choices; each value is one of its line.
-        lines: the values of each option.
-        trials: how many choices are tried at most, the first ones included.
-        beats: whether one choice is better than another; None: not known yet.
-        possible: whether a choice can be run. In the place of one that cannot, the next lower value of another option
-            is taken with it, if that helps: fewer questions have room for fewer mini-batches. Else it is no trial.
+        starts: first choices; each value is one of its line.
+        lines: values of each option.
+        trials: maximum number of choices, including the first ones.
+        beats: True if the first choice is better than the second; None: unknown yet.
+        possible: True if a choice can be run. An impossible one is combined with the next lower value of another option
+            if that makes it possible (fewer questions have room for fewer mini-batches); otherwise it is skipped.
     """
     tried, best, moved = [starts[0]], starts[0], True
     for start in starts[1:]:
@@ -80,6 +80,6 @@ def _possible_neighbour(
 
 
 def _neighbour(choice: Choice, option: str, values: Sequence[Any], way: int) -> Choice | None:
-    """The choice with the next value of an option; None at the end of its line."""
+    """Return the choice with the next value of an option; None at the end of its line."""
     place = values.index(choice[option]) + way
     return {**choice, option: values[place]} if 0 <= place < len(values) else None

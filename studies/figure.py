@@ -1,4 +1,4 @@
-"""The curves of a study in one picture: a column for each task, Pass@1 above Pass@k."""
+"""The curves of a study in one figure: a column per task, Pass@1 above Pass@k."""
 
 import io
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ with needs(__name__, "exgrpo[bench]"):
     from matplotlib.ticker import EngFormatter
 
 WIDTH, HEIGHT, LEGEND = 3.6, 2.4, 0.45
-"""Inches of a plot, and of the line with the names of the arms."""
+"""Size in inches of a plot, and height of the legend."""
 LOOKS = ("o-", "s--", "^:", "D-.")
-"""Marker and line of the arms: the next ones when the colours begin again."""
+"""Marker and line style of the arms: the next one each time the colours are used up."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -37,7 +37,7 @@ ROWS: tuple[Literal["pass_at_1", "pass_at_k"], ...] = ("pass_at_1", "pass_at_k")
 
 
 def figure(findings: Findings, rows: Sequence[str] = ROWS) -> str:
-    """An SVG file: held-out scores against generated tokens, as means over seeds with 95 % intervals (Student's t)."""
+    """Return an SVG of held-out scores by generated tokens: means over seeds with 95 % intervals (Student's t)."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": findings.study.name}):
         tasks = findings.tasks
         size = (WIDTH * len(tasks), HEIGHT * len(rows) + LEGEND)
@@ -54,7 +54,7 @@ def figure(findings: Findings, rows: Sequence[str] = ROWS) -> str:
         handles, labels = plots[0][0].get_legend_handles_labels()
         drawn.legend(handles, labels, loc="outside upper left", ncols=max(1, round(size[0] / 1.8)))
         buffer = io.StringIO()
-        # Without metadata, which names the time of drawing, equal results give equal files.
+        # Without metadata, which has the time, equal results give equal files.
         drawn.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         return buffer.getvalue()
 
@@ -65,7 +65,7 @@ def _draw(plot: Axes, findings: Findings, task: str, name: str) -> None:
     for number, (arm, line) in enumerate(zip(findings.arms, lines, strict=True)):
         look = LOOKS[number // len(COLOURS) % len(LOOKS)]
         plot.plot(line.x, line.y, look, label=arm.name, color=_colour(number), markersize=3, linewidth=1.6)
-    # An interval over few seeds can be many times wider than what there is to see: it does not set the scale.
+    # An interval over few seeds can be many times wider than the curves: it must not set the scale.
     plot.autoscale_view()
     plot.set_autoscale_on(False)
     for number, line in enumerate(lines):

@@ -1,4 +1,4 @@
-"""What the runs of a study say, arm by arm and task by task."""
+"""Statistics of a study's runs, by arm and task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from studies.study import Planned, Study
 
 Value = Callable[[Result], float]
 SCORES = {"pass_at_1": "Pass@1", "pass_at_k": "Pass@{k}", "distinct_at_k": "distinct@{k}"}
-"""Curves that tell how good a policy is, and what to call them."""
+"""Names of the score curves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class Arm:
     """The runs of an arm.
 
     Attributes:
-        name: of the arm.
-        runs: by task, one of each seed.
-        chosen: by task, what its search has chosen.
-        cut: the tasks on which its trials were at their end before the search was.
-        seeds: of the runs, in their order.
+        name: name of the arm.
+        runs: one per seed, by task.
+        chosen: values chosen by its search, by task.
+        cut: tasks on which the trials were used up before the search ended.
+        seeds: seeds of the runs, in order.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Arm:
     seeds: Sequence[int]
 
     def values(self, value: Value, tasks: Sequence[str]) -> list[FloatArray]:
-        """A value of each run, by task."""
+        """Return a value of each run, by task."""
         return [np.array([value(run) for run in self.runs[task]]) for task in tasks]
 
 
@@ -59,8 +59,8 @@ class Findings:
 
     Attributes:
         study: the study.
-        arms: of which at least one seed has been run.
-        missing: names of the others.
+        arms: arms with at least one seed.
+        missing: names of the other arms.
     """
 
     study: Study
@@ -69,11 +69,7 @@ class Findings:
 
     @classmethod
     def of(cls, study: Study, results: ResultFile) -> "Findings":
-        """From the results that there are.
-
-        Raises:
-            ReportError: no seed of the baseline has been run on all tasks.
-        """
+        """Collect stored results; raise ReportError if no seed of the baseline has been run on all tasks."""
         plan = study.plan
         names = sorted(plan.arms, key=lambda name: name != plan.baseline)
         arms = [arm for name in names if (arm := arm_of(study, name, results.by_key))]
@@ -87,52 +83,52 @@ class Findings:
 
     @property
     def baseline(self) -> Arm:
-        """What the others are compared with."""
+        """The arm that the others are compared with."""
         return self.arms[0]
 
     @property
     def tasks(self) -> list[str]:
-        """Their names."""
+        """Names of the tasks."""
         return list(self.study.plan.tasks)
 
     @property
     def samples(self) -> int:
-        """k, answers to a held-out question."""
+        """k, the number of answers per held-out question."""
         run = self.baseline.runs[self.tasks[0]][0]
         return int(run.settings.get("evaluation.samples", 1))
 
     def score_name(self, name: str) -> str:
-        """What to call a curve of `SCORES`."""
+        """Return the display name of a curve of `SCORES`."""
         return SCORES[name].format(k=self.samples)
 
     def at_the_end(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Interquartile mean of the ends of a curve."""
+        """Return the interquartile mean of a curve's final values."""
         return interval_of(arm.values(lambda run: final(run, name), tasks))
 
     def at_the_best(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Interquartile mean of the highest points of a curve."""
+        """Return the interquartile mean of a curve's highest values."""
         return interval_of(arm.values(lambda run: best(run, name), tasks))
 
     def area(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Interquartile mean of the mean heights of a curve over the steps."""
+        """Return the interquartile mean of a curve's mean heights over the steps."""
         return interval_of(arm.values(lambda run: area(run, name), tasks))
 
     def gain(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Mean difference to the baseline at the end."""
+        """Return the mean difference to the baseline at the end."""
         return self._against(difference, arm, lambda run: final(run, name), tasks)
 
     def chance(self, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Probability of improvement over the baseline at the end."""
+        """Return the probability of improvement over the baseline at the end."""
         return self._against(improvement, arm, lambda run: final(run, name), tasks)
 
     def gain_at(self, cost: str, share: float, arm: Arm, name: str, tasks: Sequence[str]) -> Interval:
-        """Mean difference to the baseline where both have spent a share of what they share; see `shared`."""
+        """Return the mean difference to the baseline at a share of the common cost, see `shared`."""
         return difference(*self.values_at(cost, share, arm, name, tasks))
 
     def values_at(
         self, cost: str, share: float, arm: Arm, name: str, tasks: Sequence[str]
     ) -> tuple[list[FloatArray], list[FloatArray]]:
-        """Values of an arm and of the baseline there, of each run, by task."""
+        """Return values of an arm and of the baseline at that cost, per run and task."""
         spent = {task: share * self.shared(cost, arm, task) for task in tasks}
         ours, theirs = (
             [
@@ -144,23 +140,23 @@ class Findings:
         return ours, theirs
 
     def shared(self, cost: str, arm: Arm, task: str) -> float:
-        """What the cheapest run of an arm and of the baseline spends in all: a cost at which both have values."""
+        """Return the largest cost that all runs of an arm and of the baseline reach."""
         return min(float(run.curves[cost][-1]) for of in (arm, self.baseline) for run in of.runs[task])
 
     def cost_ratio(self, arm: Arm, cost: str, task: str) -> Interval:
-        """What the arm spends until its Pass@1 is the baseline's final one, over what the baseline spends."""
+        """Return the arm's cost to reach the baseline's final Pass@1, relative to the baseline's total cost."""
         return cost_ratio(arm.runs[task], self.baseline.runs[task], cost)
 
     def break_even(self, arm: Arm, task: str) -> Interval:
-        """From which ratio on the arm saves time; see `statistics.break_even`."""
+        """Return the ratio from which the arm saves time; see `statistics.break_even`."""
         return break_even(arm.runs[task], self.baseline.runs[task])
 
     def prices(self, task: str) -> FloatArray:
-        """Seconds of a generated token, of a token trained on and of a step in the runs of all arms."""
+        """Return the seconds per generated token, per trained token and per step in the runs of all arms."""
         return prices([run for arm in self.arms for run in arm.runs[task]])
 
     def spent(self, arm: Arm, cost: str, task: str) -> float:
-        """Mean cost of a whole run."""
+        """Return the mean cost of a whole run."""
         return float(np.mean([run.curves[cost][-1] for run in arm.runs[task]]))
 
     def _against(
@@ -173,7 +169,7 @@ class Findings:
         return compare(arm.values(value, tasks), self.baseline.values(value, tasks))
 
     def of_claim(self, claim: Claim) -> Interval | None:
-        """What the runs say about a claim over all tasks; None where an arm is missing."""
+        """Return the runs' evidence on a claim over all tasks; None if an arm is missing."""
         arms = {arm.name: arm for arm in self.arms}
         if claim.arm not in arms or (claim.against or claim.arm) not in arms:
             return None
@@ -188,7 +184,7 @@ class Findings:
 
 
 def arm_of(study: Study, name: str, done: Mapping[str, Result]) -> Arm | None:
-    """An arm with the seeds that have been run on all tasks; None where there are none."""
+    """Return an arm with the seeds that have been run on all tasks; None if there are none."""
     planned: dict[str, dict[int, Planned]] = {}
     cut = []
     for task in study.plan.tasks:

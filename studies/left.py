@@ -1,4 +1,4 @@
-"""What a study has done, what is left, and how long that will take."""
+"""Progress of a study: runs done, runs left, and the expected time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from rich.table import Table
 from studies.results import ResultFile
 from studies.study import Height, Study
 
-START_SECONDS = 8.0
-"""Of a run besides training and evaluation."""
+START_SECONDS = 8.0  # of a run, in addition to training and evaluation
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,8 @@ class Left:
     """Counts of runs, searches included.
 
     Attributes:
-        of: by arm and task: runs done, and runs in all; of a search by trials one run for each that is left.
-        seconds: that the runs need which are left on tasks with a run that has ended, added up.
+        of: runs done and runs in total, by arm and task; a remaining trial of a search counts as one run.
+        seconds: expected total time of the runs left on tasks with a finished run.
         unknown: runs left on other tasks.
     """
 
@@ -29,16 +28,16 @@ class Left:
 
     @property
     def done(self) -> int:
-        """Runs that are done."""
+        """Number of runs done."""
         return sum(done for done, _ in self.of.values())
 
     @property
     def left(self) -> int:
-        """Runs that are not."""
+        """Number of runs left."""
         return sum(of - done for done, of in self.of.values())
 
     def time(self, workers: int) -> str:
-        """What is left, in words, with so many runs at a time."""
+        """Describe the remaining time with this many workers."""
         if self.unknown and not self.seconds:
             return "time left not known yet"
         minutes = self.seconds / 60 / workers
@@ -47,7 +46,7 @@ class Left:
 
 
 def left_of(study: Study, results: ResultFile, height: Height) -> Left:
-    """Count what is left of a study; a run that is left takes the mean time of those on its task."""
+    """Count the runs left of a study; each takes the mean time of the runs on its task."""
     counts, seconds, unknown = {}, 0.0, 0
     spent: dict[str, list[float]] = {task: [] for task in study.plan.tasks}
     for run in study.known(height):
@@ -68,7 +67,7 @@ def left_of(study: Study, results: ResultFile, height: Height) -> Left:
 
 
 def table_of(study: Study, left: Left, workers: int) -> Table:
-    """The counts as a table to print."""
+    """Format the counts as a table."""
     table = Table(caption=f"{left.done} of {left.done + left.left} runs are done, {left.time(workers)}")
     table.add_column("arm")
     for task in study.plan.tasks:

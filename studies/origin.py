@@ -1,4 +1,4 @@
-"""Where results come from: the code, the packages, the machine, the day."""
+"""Origin of results: code, packages, machine and date."""
 
 import datetime
 import platform
@@ -12,19 +12,19 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 CODE = ("exgrpo", "recipes", "studies", ":!studies/results")
-"""Where a change may change what runs come to."""
+"""Paths whose changes may change results."""
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What may change the numbers of a run besides its settings.
+    """Influences on a run's numbers other than its settings.
 
     Attributes:
-        commit: of this project; with "+" behind it if the files differ from it; "" where there is no repository.
-        versions: of packages.
-        processor: its name, and behind a comma that of the GPU if there is one.
+        commit: commit of this project, with "+" appended if the files differ; "" without a repository.
+        versions: versions of packages.
+        processor: names of the processor and, after a comma, of the GPU if there is one.
     """
 
     commit: str
@@ -33,12 +33,12 @@ class Origin:
 
     @classmethod
     def here(cls) -> "Origin":
-        """Of what runs now."""
+        """Return the origin of results computed now."""
         return cls(_commit(), {"python": platform.python_version(), **{p: version(p) for p in PACKAGES}}, _processor())
 
 
 def today() -> str:
-    """YYYY-MM-DD."""
+    """Return the date as YYYY-MM-DD."""
     return datetime.date.today().isoformat()
 
 

@@ -11,12 +11,12 @@ from studies.statistics import FEWEST_SEEDS, LEVEL, Interval
 from studies.summary import headline
 
 COUNTED = {"generated_tokens": "tokens", "seconds": "seconds"}
-"""The costs that tables have, in short."""
+"""Short names of the costs in tables."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: its title, what has to be known, its headings and its rows of cells."""
+    """A table: title, explanation, headings and rows of cells."""
 
     title: str
     text: str
@@ -24,13 +24,13 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """The table as Markdown."""
+        """Format the table as Markdown."""
         lines = [self.headings, ["---", *["---:"] * (len(self.headings) - 1)], *self.rows]
         return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def table(findings: Findings) -> str:
-    """All tables as a page of Markdown."""
+    """Return all tables as a page of Markdown."""
     plan = findings.study.plan
     picture = f"![Curves against generated tokens]({findings.study.name}.svg)\n"
     parts = [
@@ -43,7 +43,7 @@ def table(findings: Findings) -> str:
 
 
 def tables(findings: Findings) -> Iterator[Table]:
-    """All tables, each with its rows task by task."""
+    """Yield all tables, each with its rows by task."""
     if findings.study.plan.claims:
         yield _claims(findings)
     yield _scores(findings)
@@ -77,13 +77,13 @@ def _scores(findings: Findings) -> Table:
 
 
 def _intervals(findings: Findings) -> str:
-    """What stands in brackets and in bold, or why nothing does."""
+    """Explain brackets and bold, or why there are none."""
     few = [len(arm.seeds) < FEWEST_SEEDS for arm in findings.arms]
-    said = f"in brackets {LEVEL:.0%} intervals by stratified bootstrap. A difference in bold has an interval without 0."
+    text = f"in brackets {LEVEL:.0%} intervals by stratified bootstrap. A difference in bold has an interval without 0."
     none = (
         f"with fewer than {FEWEST_SEEDS} seeds there is no interval, and nothing in bold: it would be far too narrow."
     )
-    return none if all(few) else f"{said} {none.capitalize()}" if any(few) else said
+    return none if all(few) else f"{text} {none.capitalize()}" if any(few) else text
 
 
 def _claims(findings: Findings) -> Table:
@@ -137,7 +137,7 @@ def _costs(findings: Findings) -> Table:
 
 
 def _prices(findings: Findings, task: str) -> str:
-    """What tokens and steps took in these runs."""
+    """Return a sentence on the time of tokens and steps in these runs."""
     generated, trained, step = findings.prices(task)
     if not trained:
         return f"In the runs of {task}, a step took {step:.2g} s beside {1e6 * generated:.2g} us of a generated token."

@@ -1,4 +1,4 @@
-"""What the YAML file of a study says, as models: tasks, arms, budgets, claims and the search."""
+"""The content of a study's YAML file: tasks, arms, budgets, claims and the search."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -13,12 +13,12 @@ Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 
 
 class Part(BaseModel):
-    """What an arm or a task adds to a run.
+    """Contribution of an arm or a task to a run.
 
     Attributes:
         recipes: builtin:NAME, or paths relative to the study's file; later ones win.
-        settings: options by name, over those of the recipes.
-        text: what the report says of it besides its name.
+        settings: options by name, which override the recipes.
+        text: description for the report.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,14 +29,14 @@ class Part(BaseModel):
 
 
 class ArmPart(Part):
-    """What an arm adds to a run.
+    """Contribution of an arm to a run.
 
     Attributes:
-        seeds: in place of those of the study: the same arm twice shows what seeds alone do.
-        search: values of options, beside or in place of those of `search.over`.
-        starts: beside those of `search.starts`.
-        trials: in place of `search.trials`.
-        asks: answers that a step generates, divided by questions * rollout.samples: a budget of answers needs it.
+        seeds: replace the study's; the same arm with other seeds shows the effect of seeds alone.
+        search: values of options, in addition to or in place of those of `search.over`.
+        starts: in addition to `search.starts`.
+        trials: replaces `search.trials`.
+        asks: answers generated per step, divided by questions * rollout.samples; needed for a budget of answers.
     """
 
     seeds: tuple[Seed, ...] = ()
@@ -47,11 +47,11 @@ class ArmPart(Part):
 
 
 class Budget(BaseModel):
-    """What a run generates, in place of a number of steps.
+    """Answers that a run generates, in place of a number of steps.
 
     Attributes:
-        answers: in all; the steps follow from what a step asks.
-        evaluations: after the one before the first step, at equal distances.
+        answers: total number, from which the number of steps follows.
+        evaluations: number of evaluations after the initial one, equally spaced.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,20 +60,20 @@ class Budget(BaseModel):
     evaluations: int = Field(ge=1)
 
     def options(self, config: Config, asks: float) -> dict[str, int]:
-        """The options that spend it."""
+        """Return the options that spend the budget."""
         steps = max(1, round(self.answers / (asks * config.questions * config.rollout.samples)))
         return {"steps": steps, "evaluation.every": math.ceil(steps / self.evaluations)}
 
 
 class Claim(BaseModel):
-    """What somebody says about arms, to be held against the runs.
+    """A published claim about arms, to be compared with the runs.
 
     Attributes:
-        text: the claim, and where it is made.
-        arm: of which something is said.
+        text: the claim and its source.
+        arm: the arm it is about.
         against: the arm that it is compared with; None: the curve is compared with 0.
-        sign: 1: the arm is said to be higher, -1: lower.
-        curve: of which the claim is; with `against` its end counts, without it its mean over the run.
+        sign: 1: the arm is claimed to be higher, -1: lower.
+        curve: the curve it is about; with `against` its final value is used, without it its mean over the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,14 +86,14 @@ class Claim(BaseModel):
 
 
 class Search(BaseModel):
-    """What each arm may choose for itself on each task, before the seeds that count.
+    """Options that each arm chooses on each task, before the final runs.
 
     Attributes:
-        over: values of each option, in their order.
-        trials: of combinations at most, by `studies.climb` from the arm's own values; None: all are tried.
-        starts: values with which a search by trials begins beside the arm's own ones, for all arms.
-        seeds: of the runs that are only searched with.
-        budget: of these runs; None: that of the others.
+        over: values of each option, in order.
+        trials: maximum number of combinations tried by `studies.climb` from the arm's own values; None: try all.
+        starts: further starting values for all arms, with `trials`.
+        seeds: seeds of the search's runs.
+        budget: budget of these runs; None: that of the final runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -109,16 +109,16 @@ class Plan(BaseModel):
     """The content of a study's file.
 
     Attributes:
-        title: of its page.
+        title: title of its page.
         text: the question that it answers.
-        settings: options of all runs; what a task or an arm says beats them.
+        settings: options of all runs; tasks and arms override them.
         tasks: by name.
         arms: by name.
         baseline: the arm that the others are compared with.
-        seeds: of the runs that count.
-        budget: of each run, in place of steps.
-        search: what is chosen before.
-        claims: to be held against the runs.
+        seeds: seeds of the final runs.
+        budget: budget of each run, in place of steps.
+        search: choice of options before the final runs.
+        claims: claims to be compared with the runs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,25 +144,25 @@ class Plan(BaseModel):
                 raise ValueError(f"{key} {name!r} is none of the arms, {', '.join(self.arms)}")
         counted = {seed for arm in self.arms for seed in self.seeds_of(arm)}
         if both := counted & set(self.search.seeds if self.search else ()):
-            raise ValueError(f"search.seeds and seeds share {sorted(both)}: what is chosen by a seed must not count it")
+            raise ValueError(f"search.seeds and seeds share {sorted(both)}: use different seeds for search and result")
         return self
 
     def seeds_of(self, arm: str) -> tuple[int, ...]:
-        """The seeds of an arm's runs that count."""
+        """Return the seeds of an arm's final runs."""
         return self.arms[arm].seeds or self.seeds
 
     def budget_of(self, seed: int) -> Budget | None:
-        """What a run of a seed generates; None: its settings say that."""
+        """Return the budget of a run with this seed; None: its settings define the steps."""
         return (self.search and seed in self.search.seeds and self.search.budget) or self.budget
 
     def trials_of(self, arm: str, all_of_them: int) -> int:
-        """How many choices an arm may try."""
+        """Return the number of choices that an arm may try."""
         return (self.search and self.search.trials and (self.arms[arm].trials or self.search.trials)) or all_of_them
 
     def starts_of(self, arm: str) -> list[dict[str, Any]]:
-        """The values with which an arm's search begins beside its own ones."""
+        """Return further starting values of an arm's search."""
         return [*(self.search.starts if self.search else ()), *self.arms[arm].starts]
 
     def lines_of(self, arm: str) -> dict[str, Values]:
-        """The values among which an arm chooses; empty without a search."""
+        """Return the values among which an arm chooses; empty without a search."""
         return {**self.search.over, **self.arms[arm].search} if self.search else {}

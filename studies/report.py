@@ -1,4 +1,4 @@
-"""`python -m studies.report FILE`: what a study says, as tables and one picture."""
+"""`python -m studies.report FILE`: tables and one figure of a study."""
 
 import sys
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ PROGRAM = "python -m studies.report"
 
 
 class Options(BaseModel):
-    """Write what a study says as tables in Markdown, and as a picture with its curves."""
+    """Write the findings of a study as tables in Markdown, and its curves as a figure."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,16 +35,12 @@ class Options(BaseModel):
     arms: tuple[str, ...] = Field((), description="Only these arms and the baseline; none: all.")
     scores: tuple[Literal["pass_at_1", "pass_at_k"], ...] = Field(ROWS, description="Rows of the picture.")
     output: Path | None = Field(
-        None, description="Folder of the two files; None: that of the results. They are named as the study."
+        None, description="Folder of the two files, named as the study; None: that of the results."
     )
 
 
 def write(findings: Findings, folder: Path, scores: Sequence[str] = ROWS) -> None:
-    """Print the findings in short, and write the two files.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Print the findings in short, and write both files; raise OutputError if that fails."""
     Console().print(*summary(findings))
     Console().print(headline(findings), markup=False, highlight=False, soft_wrap=True)
     for ending, text in ((".md", table(findings)), (".svg", figure(findings, scores))):
@@ -56,7 +52,7 @@ def write(findings: Findings, folder: Path, scores: Sequence[str] = ROWS) -> Non
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
 
     def work(_: ExitStack) -> None:
         options = options_of(Options, PROGRAM, argv)

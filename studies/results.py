@@ -1,4 +1,4 @@
-"""What runs came to, in one text file of a line each, which is added to and never rewritten."""
+"""Results of runs, one per line of a text file that is only appended to."""
 
 import json
 import os
@@ -14,10 +14,9 @@ from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.metrics.report.curves import Columns
 
 FloatArray = npt.NDArray[np.float64]
-DIGITS = 5
-"""Significant digits of the numbers in the file."""
+DIGITS = 5  # significant digits in the file
 COSTS = ("generated_tokens", "gradient_tokens", "seconds")
-"""What a run had spent in training at an evaluation."""
+"""Training costs up to an evaluation."""
 TRAINING = (
     "pass_rate",
     "entropy",
@@ -31,27 +30,25 @@ TRAINING = (
     "buffer_trajectories",
     "retired",
 )
-"""Numbers of training steps: in the file, means over the steps since the evaluation before, under "train/"."""
-
-
+"""Metrics of training steps; the file has their means since the previous evaluation, under "train/"."""
 CURVES = ("pass_at_1", "pass_at_k", "distinct_at_k", *(f"train/{name}" for name in TRAINING))
-"""Curves about which claims can be made."""
+"""Curves that claims may refer to."""
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
-        key: of what it computed; see `studies.study.key_of`.
-        settings: that, by option.
-        commit: of the code that ran; "+" at its end: with changes.
-        date: on which it ended, YYYY-MM-DD.
-        versions: of the packages that decide over its numbers.
-        processor: its name.
-        seconds: of training and of evaluations.
-        curves: [evaluations] numbers at the evaluations, by name: "step", `COSTS`, "pass_at_1", "pass_at_k",
-            "distinct_at_k" of the k answers to each held-out question, and "train/" with `TRAINING`; NaN: none.
+        key: hash of the settings, see `studies.study.key_of`.
+        settings: options of the computation.
+        commit: commit of the code; a trailing "+" means with changes.
+        date: last day of the run, YYYY-MM-DD.
+        versions: versions of the packages that affect its numbers.
+        processor: name of the processor.
+        seconds: time of training and evaluations.
+        curves: [evaluations] values by name: "step", `COSTS`, "pass_at_1", "pass_at_k" and "distinct_at_k" of the k
+            answers to each held-out question, and "train/" with `TRAINING`; NaN: missing.
     """
 
     key: str
@@ -64,14 +61,14 @@ class Result:
     curves: Mapping[str, FloatArray]
 
     def to_line(self) -> str:
-        """One line of JSON; what is NaN there is null."""
+        """Return one line of JSON; NaN becomes null."""
         plain = {**asdict(self), "seconds": _rounded(self.seconds)}
         plain["curves"] = {name: [_rounded(value) for value in values] for name, values in self.curves.items()}
         return json.dumps(plain, separators=(",", ":"))
 
     @classmethod
     def of_line(cls, line: str | bytes) -> "Result":
-        """The result that a line says; a ValueError, KeyError or TypeError where it says none."""
+        """Parse a line; raise ValueError, KeyError or TypeError for a bad one."""
         plain = json.loads(line)
         curves = {name: np.array(values, np.float64) for name, values in plain["curves"].items()}
         return cls(**{field.name: plain[field.name] for field in fields(cls)} | {"curves": curves})
@@ -84,7 +81,7 @@ def _rounded(value: float) -> float | int | None:
 
 
 def curves_of(columns: Columns, samples: int) -> dict[str, FloatArray]:
-    """The curves of a `Result` from the columns of a run with so many answers to a held-out question."""
+    """Return the curves of a `Result` from the columns of a run with `samples` answers per held-out question."""
     none = np.full(len(columns["step"]), np.nan)
     scores = {
         "pass_at_1": "test/pass_rate",
@@ -103,7 +100,7 @@ def curves_of(columns: Columns, samples: int) -> dict[str, FloatArray]:
 
 
 def _means(column: FloatArray, ends: npt.NDArray[np.intp]) -> FloatArray:
-    """Means of a column over the steps that lie between two evaluations; NaN where there are none."""
+    """Return means of a column over the steps between evaluations; NaN if there are none."""
     parts = [column[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     return np.array([np.nanmean(part) if np.isfinite(part).any() else np.nan for part in parts])
 
@@ -112,13 +109,13 @@ class ResultFile:
     """The results of a file by key; the newest of several with one key.
 
     Args:
-        path: of the file; it may be missing.
+        path: path of the file, which may be missing.
 
     Attributes:
         by_key: the results.
 
     Raises:
-        OutputError: it cannot be read, or a line but the last is damaged.
+        OutputError: it cannot be read, or a line other than the last is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,21 +123,18 @@ class ResultFile:
         self.by_key: dict[str, Result] = {}
         with os_errors_as(OutputError, f"{path} cannot be read"):
             content = path.read_bytes() if path.exists() else b""
-        *lines, self._rest = content.split(b"\n")  # a line that a killed program did not finish is no result
+        *lines, self._rest = content.split(b"\n")  # the rest is a line that a killed program did not finish
         for number, line in enumerate(lines, start=1):
             try:
                 result = Result.of_line(line)
             except (ValueError, KeyError, TypeError):
-                raise OutputError(f"{path}: line {number} is no result: remove it, and its run is done again") from None
+                raise OutputError(f"{path}: line {number} is no result: remove it to repeat its run") from None
             self.by_key[result.key] = result
 
     def add(self, result: Result) -> None:
-        """Append a result; it is on disk when this returns.
+        """Append a result; it is on disk on return. Raise OutputError if the file cannot be written.
 
-        It is kept with the digits that the file has: a search that goes on from the file must take the same way.
-
-        Raises:
-            OutputError: the file cannot be written.
+        The result is kept with the file's precision: a search resumed from the file must take the same way.
         """
         line = result.to_line()
         with os_errors_as(OutputError, f"{self.path} cannot be written"):

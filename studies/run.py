@@ -1,4 +1,4 @@
-"""`python -m studies.run FILE`: do the runs of a study that have not been done yet."""
+"""`python -m studies.run FILE`: do the missing runs of a study."""
 
 import sys
 from collections.abc import Sequence
@@ -32,15 +32,15 @@ RUNS = Path("runs") / "studies"
 
 
 class Options(BaseModel):
-    """Do the runs of a study that have not been done yet; a run that was stopped goes on where it stood.
+    """Do the missing runs of a study; a stopped run is resumed.
 
-    `bench` in the place of a study compares a method of your own with stored runs: see `bench --help`.
+    `bench` in place of a study compares a method of your own with stored runs: see `bench --help`.
     """
 
     model_config = ConfigDict(frozen=True)
 
     study: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")] = Field(description="The study.")
-    results: Path = Field(RESULTS, description="File of results, of all studies: what is in it is not run again.")
+    results: Path = Field(RESULTS, description="File of results of all studies: runs in it are not repeated.")
     runs: Path = Field(RUNS, description="Folder of the runs.")
     plan: bool = Field(False, description="Show what is left, and stop.")
     tasks: tuple[str, ...] = Field((), description="Only the runs on these tasks; none: on all.")
@@ -50,15 +50,15 @@ class Options(BaseModel):
 
 @dataclass
 class Work:
-    """The runs of a study that are under way.
+    """Execution of a study's runs.
 
     Attributes:
-        study: what to do.
-        results: what has been done.
-        options: of the program.
-        origin: of the results.
-        going: runs under way.
-        failed: why a run failed, by key.
+        study: the study.
+        results: stored results.
+        options: options of the program.
+        origin: origin of new results.
+        going: current runs.
+        failed: errors of failed runs, by key.
     """
 
     study: Study
@@ -69,16 +69,16 @@ class Work:
     failed: dict[str, str] = field(default_factory=dict)
 
     def waiting(self) -> list[Planned]:
-        """Runs that are known to be needed and not begun, in their order."""
+        """Return the runs known to be needed that have not been started, in order."""
         begun = {run.planned.key for run in self.going.values()} | set(self.failed) | set(self.results.by_key)
         return [run for run in self.study.known(self.height) if run.key not in begun]
 
     def height(self, key: str) -> float | None:
-        """How good a run was."""
+        """Return the score of a run for the search; None if it has no result."""
         return height(self.results.by_key.get(key))
 
     def do(self, progress: Progress) -> None:
-        """All of it."""
+        """Do all runs."""
         free = cores(self.options.workers)
         bar = progress.add_task(self.study.name, total=None)
         with ThreadPoolExecutor(len(free)) as pool:
@@ -101,7 +101,6 @@ class Work:
         progress.update(bar, total=left.done + left.left, completed=left.done, description=words)
 
     def _take_in(self, free: list[int]) -> None:
-        """Wait for a run to end, and keep its result."""
         for future in wait(self.going, return_when=FIRST_COMPLETED).done:
             run = self.going.pop(future)
             free.append(run.core)
@@ -118,11 +117,7 @@ class Work:
 
 
 def do(study: Study, results: ResultFile, options: Options, resources: ExitStack) -> None:
-    """Say what is left of a study, and do it.
-
-    Raises:
-        ExgrpoError: a run has failed, or a folder cannot be written.
-    """
+    """Print the runs left of a study, and do them; raise an ExgrpoError if one fails or a folder cannot be written."""
     console = Console()
     todo = Work(study, results, options, Origin.here())
     console.print(table_of(study, left_of(study, results, todo.height), options.workers))
@@ -139,7 +134,7 @@ def do(study: Study, results: ResultFile, options: Options, resources: ExitStack
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
     if argv and argv[0] == "bench":
         bench: int = import_module("studies.bench").main(argv[1:])
         return bench
@@ -149,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
         study = load_study(options.study).only(options.tasks, options.arms)
         do(study, ResultFile(options.results), options, resources)
 
-    return run_program(work, "stopped: the same command goes on where it stood")
+    return run_program(work, "stopped: the same command resumes it")
 
 
 if __name__ == "__main__":

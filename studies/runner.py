@@ -1,4 +1,4 @@
-"""A run of a study as a program of its own on a core of its own."""
+"""A run of a study as a separate process on its own core."""
 
 import shutil
 import signal
@@ -20,17 +20,17 @@ from studies.results import Result, curves_of
 from studies.study import Planned, key_of, settings_of
 
 KEPT = ("config.yaml", METRICS, FINISHED)
-"""What stays of a run that has been collected."""
+"""Files kept of a run after its result is stored."""
 CHECKPOINT_EVERY = 20
 
 
 class Run:
-    """A run as a program; it goes on from its last checkpoint if it has been stopped.
+    """A run as a process; it resumes from its last checkpoint if it was stopped.
 
     Args:
-        planned: what to do.
-        folder: of the runs of all studies; it exists. Each run has a folder in it, named by its key.
-        core: on which it runs.
+        planned: the run to do.
+        folder: existing folder for the runs of all studies, each in a subfolder named by its key.
+        core: number of the core.
     """
 
     def __init__(self, planned: Planned, folder: Path, core: int) -> None:
@@ -41,10 +41,9 @@ class Run:
         self._stopped = False
 
     def result(self, origin: Origin) -> Result | None:
-        """Do the run, or what is left of it; None if it was stopped.
+        """Do the rest of the run; return None if it was stopped.
 
-        Raises:
-            ExgrpoError: it ended with an error, its folder cannot be read, or a function of it has changed.
+        Raise an ExgrpoError if it fails, its folder cannot be read, or the file of one of its functions has changed.
         """
         self._check_functions()
         if not (self.folder / FINISHED).exists():
@@ -55,27 +54,26 @@ class Run:
                 raise RunFailedError(last_words(self.log))
             try:
                 self._check_functions()
-            except RunFailedError:  # it may have done both, the old and the new
+            except RunFailedError:  # it may have used both the old and the new function
                 shutil.rmtree(self.folder)
                 raise
         return self._collected(origin)
 
     def _check_functions(self) -> None:
-        """Whether the functions that files have for this run are those that it was planned with."""
         if key_of(self.planned.config) != self.planned.key:
             raise RunFailedError(
-                "the file of a function, or what it imports beside it, has changed since the study was read: the same "
-                "command does this run with the new one"
+                "the file of a function, or a module that it imports from there, has changed since the study was read: "
+                "repeat the command to run with the new one"
             )
 
     def stop(self) -> None:
-        """End the program; another thread may call this."""
+        """End the process; another thread may call this."""
         self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def tidy(self) -> None:
-        """Remove what nobody needs of a run whose result is kept."""
+        """Remove all files of a stored run except KEPT."""
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -100,7 +98,7 @@ class Run:
         return ["--recipe", str(recipe)]
 
     def _placed(self) -> Config:
-        """The configuration with its place, and without output that nobody looks at."""
+        """Return the configuration with its folder, and without unused output."""
         config = self.planned.config
         output = OutputConfig(
             folder=self.folder.parent, name=self.folder.name, trackers=(), sample_groups=0, save_model=False

@@ -1,4 +1,4 @@
-"""The text of a user's own functions, which says what they do; their names do not."""
+"""Source files of a user's own functions: a result is identified by their text, not by their names."""
 
 import ast
 import hashlib
@@ -10,20 +10,16 @@ from exgrpo.train.common.errors import ConfigError, os_errors_as
 from studies.origin import ROOT
 
 OWN = ("exgrpo", "studies")
-"""What a result names the commit of."""
+"""Packages covered by the commit of a result."""
 
 
 def found_from(values: Any, folder: Path) -> Any:
-    """Options whose functions, as path/to/file.py:function, have absolute paths; theirs are from a folder."""
+    """Make the paths of functions (path/to/file.py:function) in options absolute, relative to a folder."""
     return _each_place(values, lambda file, function: f"{(folder / file.expanduser()).resolve()}:{function}")
 
 
 def by_source(values: Any) -> Any:
-    """Options with the name and a hash of a file, in the place of its path.
-
-    Raises:
-        ConfigError: a file is missing or cannot be read.
-    """
+    """Replace the paths of functions in options by a file's name and hash; raise ConfigError for a missing file."""
     return _each_place(values, lambda file, function: f"{file.name}:{function} of the source {hash_of(file)}")
 
 
@@ -37,13 +33,10 @@ def _each_place(values: Any, changed: Callable[[Path, str], str]) -> Any:
 
 
 def hash_of(place: Path) -> str:
-    """A short hash of a file and of the modules beside it that it imports, and that these import.
+    """Return a short hash of a file and of the modules in its folder that it imports, directly or not.
 
-    Args:
-        place: its path; one of a recipe may be relative, to the folder of the project, in which runs are started.
-
-    Raises:
-        ConfigError: it is missing or cannot be read.
+    A relative path of a recipe is relative to the project's folder, in which runs are started. Raise ConfigError if a
+    file is missing or cannot be read.
     """
     first = ROOT / place.expanduser()
     texts: dict[Path, bytes] = {}
@@ -56,16 +49,16 @@ def hash_of(place: Path) -> str:
                     f"{place}: there is no such file; a path in a study is absolute, or from the folder of its file"
                 )
             texts[path] = path.read_bytes()
-        left += set(_beside(path, first.parent, texts[path])) - texts.keys() - set(left)
+        left += set(_imported(path, first.parent, texts[path])) - texts.keys() - set(left)
     parts = [[str(path.relative_to(first.parent)), hashlib.sha256(texts[path]).hexdigest()] for path in sorted(texts)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _beside(path: Path, top: Path, text: bytes) -> Iterator[Path]:
-    """The files in a folder, `top`, and its packages that a module in it may import, without this project's own."""
+def _imported(path: Path, top: Path, text: bytes) -> Iterator[Path]:
+    """Yield the files in the folder `top` and its packages that a module may import, without this project's own."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # the run says what is wrong with it
+    except (SyntaxError, ValueError):  # the run reports the error
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

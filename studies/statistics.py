@@ -1,6 +1,6 @@
-"""What runs with several seeds say: interquartile means, bootstrap intervals, and what an arm saves.
+"""Statistics over seeds: interquartile means, bootstrap intervals, and savings of an arm.
 
-Tasks are strata: an interval comes from drawing the seeds of each task again, as in Agarwal et al., "Deep Reinforcement
+Tasks are strata: intervals come from resampling the seeds of each task, as in Agarwal et al., "Deep Reinforcement
 Learning at the Edge of the Statistical Precipice" (arXiv 2108.13264). With few seeds such an interval is somewhat too
 narrow: with five, by a factor of about 0.8 for a mean of normal values.
 """
@@ -18,16 +18,16 @@ from studies.results import Result
 FloatArray = npt.NDArray[np.float64]
 LEVEL = 0.95
 FEWEST_SEEDS = 5
-"""With fewer there is no interval: it would be far too narrow. With two seeds, every second one misses the truth."""
+"""Minimum for an interval: with fewer it is far too narrow. With two seeds, every second one misses the truth."""
 RESAMPLES = 2000
 TOKENS = ("generated_tokens", "gradient_tokens")
-"""What takes the time of a run."""
+"""Token counts that determine a run's time."""
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and the ends of its interval at `LEVEL`: NaN where there are fewer than `FEWEST_SEEDS`."""
+    """A value and the ends of its interval at `LEVEL`, which are NaN for fewer than `FEWEST_SEEDS` seeds."""
 
     value: float
     low: float
@@ -37,19 +37,19 @@ class Interval:
         return self.text(".3f")
 
     def text(self, form: str) -> str:
-        """The value, and the interval where there is one; what is infinite is never reached."""
+        """Format the value and its interval, if any; "never" if infinite."""
         value, low, high = ("never" if math.isinf(x) else f"{x:{form}}" for x in (self.value, self.low, self.high))
         return value if math.isnan(self.low) else f"{value} ({low} to {high})"
 
     def excludes(self, value: float) -> bool:
-        """Whether a value lies outside of it; no value does where there is none."""
+        """True if a value lies outside the interval; False if there is none."""
         return value < self.low or value > self.high
 
 
 def height(result: Result | None) -> float | None:
-    """What a search goes by: the mean of Pass@1 and Pass@k over the evaluations in the second half of a run.
+    """Return the score for searches: the mean of Pass@1 and Pass@k over the evaluations in the second half of a run.
 
-    By Pass@1 alone, a search would choose learning rates at which a policy gives up its variety for it.
+    By Pass@1 alone, a search would choose learning rates at which a policy loses its variety.
     """
     if result is None:
         return None
@@ -58,33 +58,33 @@ def height(result: Result | None) -> float | None:
 
 
 def area(result: Result, name: str) -> float:
-    """The area under a curve against the steps, divided by its width; one point: its height."""
+    """Return the area under a curve against the steps, divided by its width; for one point, its height."""
     x, y = result.curves["step"], result.curves[name]
     return float(np.trapezoid(y, x) / (x[-1] - x[0])) if len(x) > 1 and x[-1] > x[0] else float(y[-1])
 
 
 def final(result: Result, name: str) -> float:
-    """The end of a curve."""
+    """Return a curve's last value."""
     return float(result.curves[name][-1])
 
 
 def best(result: Result, name: str) -> float:
-    """The highest point of a curve."""
+    """Return a curve's highest value."""
     return float(np.nanmax(result.curves[name]))
 
 
 def interquartile_mean(*strata: FloatArray, axis: int = -1) -> FloatArray:
-    """The mean of the middle half of the values [..., seeds] of all tasks together."""
+    """Return the mean of the middle half of the values [..., seeds] of all tasks together."""
     return stats.trim_mean(np.concatenate(strata, axis=axis), 0.25, axis=axis)
 
 
 def interval_of(strata: Sequence[FloatArray]) -> Interval:
-    """The interquartile mean over tasks and seeds; a value for each seed of each task."""
+    """Return the interquartile mean over tasks and seeds, from a value per seed of each task."""
     return _bootstrap(strata, interquartile_mean)
 
 
 def difference(strata: Sequence[FloatArray], others: Sequence[FloatArray]) -> Interval:
-    """Mean over the tasks of the difference of two arms' means over seeds."""
+    """Return the mean over tasks of the difference of two arms' means over seeds."""
     count = len(strata)
 
     def statistic(*samples: FloatArray, axis: int = -1) -> FloatArray:
@@ -95,7 +95,7 @@ def difference(strata: Sequence[FloatArray], others: Sequence[FloatArray]) -> In
 
 
 def welch(strata: Sequence[FloatArray], others: Sequence[FloatArray], level: float) -> Interval:
-    """The same mean difference with Welch's interval for normal values, which is not too narrow with few seeds."""
+    """Return the same difference with Welch's interval for normal values, which is not too narrow with few seeds."""
     gap = float(np.mean([ours.mean() - theirs.mean() for ours, theirs in zip(strata, others, strict=True)]))
     samples = [*strata, *others]
     if min(map(len, samples)) < FEWEST_SEEDS:
@@ -109,7 +109,7 @@ def welch(strata: Sequence[FloatArray], others: Sequence[FloatArray], level: flo
 
 
 def improvement(strata: Sequence[FloatArray], others: Sequence[FloatArray]) -> Interval:
-    """The probability that a run of an arm beats one of another on its task: the mean over tasks; ties count half."""
+    """Return the probability that a run of an arm beats another arm's: mean over tasks, ties count half."""
     count = len(strata)
 
     def statistic(*samples: FloatArray, axis: int = -1) -> FloatArray:
@@ -123,19 +123,16 @@ def improvement(strata: Sequence[FloatArray], others: Sequence[FloatArray]) -> I
 
 
 def cost_ratio(ours: Sequence[Result], theirs: Sequence[Result], cost: str = "generated_tokens") -> Interval:
-    """What an arm spends until its mean Pass@1 reaches the end of another's, divided by what the other spends in all.
-
-    Infinite where it is never reached.
-    """
+    """Return an arm's cost to reach another's final mean Pass@1, relative to the other's total cost, or infinity."""
     return _at_their_end(ours, theirs, (cost,), lambda mine, other: mine[0] / other[0])
 
 
 def break_even(ours: Sequence[Result], theirs: Sequence[Result]) -> Interval:
-    """From which ratio on an arm saves time: seconds of a generated token, divided by those of a token trained on.
+    """Return the cost ratio of a generated to a trained token from which an arm saves time.
 
-    A run that generates G tokens and trains on T takes g G + t T seconds, beside what each step takes. Until its mean
-    Pass@1 reaches the end of the other's, the arm generates less and trains on more: it takes less time where
-    g / t > (T - T') / (G' - G). 0: wherever; infinite: nowhere, since it does not generate less, or never gets there.
+    A run that generates G tokens and trains on T takes g G + t T seconds, in addition to a cost per step. Until its
+    mean Pass@1 reaches the other's final one, the arm generates less and trains on more: it takes less time if g / t >
+    (T - T') / (G' - G). 0: always; infinite: never, since it does not generate less, or does not get there.
     """
 
     def ratio(mine: FloatArray, other: FloatArray) -> float:
@@ -160,10 +157,10 @@ def _at_their_end(
     costs: Sequence[str],
     compare: Callable[[FloatArray, FloatArray], float],
 ) -> Interval:
-    """Compare the costs until the mean Pass@1 of ours reaches the end of theirs with what theirs cost in all.
+    """Compare our costs until the mean Pass@1 reaches the others' final one with their total costs.
 
-    Curves are means over seeds; the highest point so far counts, and points are joined by straight lines. What is never
-    reached costs infinitely much.
+    Curves are means over seeds, made monotonic by their highest value so far, with linear interpolation. An unreached
+    target costs infinity.
     """
     keys = (*costs, "pass_at_1")
     mine, others = (_aligned(runs, keys) for runs in (ours, theirs))
@@ -182,19 +179,19 @@ def _at_their_end(
         statistic(rng.integers(len(mine), size=len(mine)), rng.integers(len(others), size=len(others)))
         for _ in range(RESAMPLES)
     ]
-    # A quantile between a finite and an infinite value is not a number: the higher one is taken.
+    # Interpolating between a finite and an infinite value gives NaN: take the higher one.
     low, high = np.quantile(drawn, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), method="higher")
     return Interval(value, float(low), float(high))
 
 
 def _aligned(runs: Sequence[Result], keys: Sequence[str]) -> FloatArray:
-    """[runs, keys, evaluations] curves of an arm; a run that ended early stays at its last values."""
+    """Return [runs, keys, evaluations] curves of an arm; an early-ended run stays at its last values."""
     steps = max((run.curves["step"] for run in runs), key=lambda of_run: float(of_run[-1]))
     return np.array([[np.interp(steps, run.curves["step"], run.curves[key]) for key in keys] for run in runs])
 
 
 def _first(x: FloatArray, y: FloatArray, target: float) -> float:
-    """Where a rising line first reaches a height."""
+    """Return where a rising line first reaches a height."""
     if y[-1] < target:
         return math.inf
     place = int(np.argmax(y >= target))

@@ -1,4 +1,4 @@
-"""A study: what its file says, resolved into the runs that it needs."""
+"""A study: its plan, resolved into runs."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ from studies.plan import Plan
 from studies.sources import by_source, found_from
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
-"""The beginnings of options that say where and how a run is done, not what it computes."""
+"""Prefixes of options that do not change what a run computes."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Planned:
     """A run that a study needs.
 
     Attributes:
-        task: its name.
-        arm: its name.
-        seed: of the run.
-        chosen: what the arm tries or has chosen.
-        config: of the run, without its place.
-        key: of what the run computes: equal runs of all studies have the same.
+        task: name of the task.
+        arm: name of the arm.
+        seed: seed of the run.
+        chosen: values that the arm tries or has chosen.
+        config: configuration without output folder.
+        key: hash of what the run computes, the same for equal runs of all studies.
     """
 
     task: str
@@ -47,16 +47,16 @@ class Planned:
 
 
 Counted = dict[tuple[str, str], list[Planned] | None]
-"""The runs that count, by task and arm; None: the arm has not chosen yet."""
+"""Final runs by task and arm; None: the arm has not chosen yet."""
 Trials = list[tuple[Choice, list[Planned]]]
-"""What an arm has tried on a task or tries now, and the runs by which that is judged."""
+"""Choices of an arm on a task, with the runs that evaluate them."""
 Height = Callable[[str], float | None]
-"""How good the run of a key was; None: it has not been run."""
+"""Score of the run with a key; None: it has not been run."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, and the file that it comes from."""
+    """A plan, and the path of its file."""
 
     path: Path
     plan: Plan
@@ -64,15 +64,11 @@ class Study:
 
     @property
     def name(self) -> str:
-        """Of the file, without its ending."""
+        """Name of the file, without its suffix."""
         return self.path.stem
 
     def only(self, tasks: Sequence[str] = (), arms: Sequence[str] = ()) -> "Study":
-        """The study with some of its tasks and arms; none: with all.
-
-        Raises:
-            ConfigError: it has no such task or arm.
-        """
+        """Return the study with some of its tasks and arms (empty: all); raise ConfigError for unknown ones."""
         parts: dict[str, Any] = {}
         for name, wanted, of in (("tasks", tasks, self.plan.tasks), ("arms", arms, self.plan.arms)):
             if unknown := set(wanted) - of.keys():
@@ -81,11 +77,7 @@ class Study:
         return Study(self.path, self.plan.model_copy(update=parts))
 
     def planned(self, task: str, arm: str, seed: int, chosen: Mapping[str, Any]) -> Planned:
-        """A run.
-
-        Raises:
-            ConfigError: a recipe or an option of it is wrong.
-        """
+        """Return a run; raise ConfigError if a recipe or an option of it is wrong."""
         name = json.dumps([task, arm, seed, dict(chosen)])
         if name not in self._resolved:
             self._resolved[name] = self._resolve(task, arm, seed, chosen)
@@ -111,7 +103,7 @@ class Study:
         return Planned(task, arm, seed, chosen, config, key_of(config))
 
     def searched(self, task: str, arm: str, height: Height) -> tuple[Trials, Climb]:
-        """What an arm tries on a task, and what came of it so far; with a search over all values, all at once."""
+        """Return an arm's trials on a task, and the state of its search; without `trials`, all choices at once."""
         search, lines = self.plan.search, self.plan.lines_of(arm)
         if search is None:
             return [], Climb([], {})
@@ -143,10 +135,9 @@ class Study:
         return [(choice, list(runs.values())) for choice, runs in needed.values()], found
 
     def starts(self, task: str, arm: str) -> list[Choice]:
-        """The values with which an arm comes into the search: its own ones first.
+        """Return the starting values of an arm's search, its own ones first.
 
-        Raises:
-            ConfigError: one is none of those that are searched, or the trials are fewer.
+        Raise ConfigError if one is not among the searched values, or there are more than trials.
         """
         own = flat(self.planned(task, arm, self.plan.seeds[0], {}).config)
         lines = self.plan.lines_of(arm)
@@ -170,11 +161,11 @@ class Study:
         return possible
 
     def chosen(self, task: str, arm: str, height: Height) -> dict[str, Any] | None:
-        """What an arm has chosen on a task; None where a run of its search is missing."""
+        """Return the values that an arm has chosen on a task; None if a run of its search is missing."""
         return self.searched(task, arm, height)[1].best
 
     def counted(self, height: Height) -> Counted:
-        """The runs that count, by task and arm; None where the arm has not chosen yet."""
+        """Return the final runs by task and arm; None if the arm has not chosen yet."""
         found: Counted = {}
         for task, arm in itertools.product(self.plan.tasks, self.plan.arms):
             chosen = self.chosen(task, arm, height)
@@ -184,9 +175,9 @@ class Study:
         return found
 
     def known(self, height: Height) -> Iterator[Planned]:
-        """All runs that are known to be needed, each once, task by task.
+        """Yield all runs known to be needed, each once, task by task.
 
-        With a search arm by arm: its search, then its seeds. Without one seed by seed.
+        With a search they are ordered by arm, its search first; without one, by seed.
         """
         counted, runs = self.counted(height), []
         for task in self.plan.tasks:
@@ -200,7 +191,7 @@ class Study:
         yield from {run.key: run for run in runs}.values()
 
     def choices(self, task: str, arm: str) -> list[Choice]:
-        """What has to be possible before the first run: all choices, or the first one and its neighbours."""
+        """Return the choices to check before the first run: all of them, or the first one and its neighbours."""
         search = self.plan.search
         if search is None or search.trials is None:
             return [choice for choice, _ in self.searched(task, arm, lambda _: None)[0]] or [{}]
@@ -208,11 +199,7 @@ class Study:
         return [*climb(starts, lines, len(starts) + sum(map(len, lines.values())), lambda *_: False).tried]
 
     def check(self) -> None:
-        """Whether its runs are possible.
-
-        Raises:
-            ConfigError: one is not; the message names its arm and task.
-        """
+        """Check that all runs are possible; a ConfigError names arm and task."""
         for task, arm in itertools.product(self.plan.tasks, self.plan.arms):
             for chosen in self.choices(task, arm):
                 run = self.planned(task, arm, self.plan.seeds[0], chosen)
@@ -223,16 +210,15 @@ class Study:
 
 
 def _heights(runs: Sequence[Planned], height: Height) -> list[float] | None:
-    """How good each run was; None where one has not been done."""
+    """Return the scores of runs; None if one has not been done."""
     found = [height(run.key) for run in runs]
     return [one for one in found if one is not None] if None not in found else None
 
 
 def load_study(path: Path) -> Study:
-    """Read a study and check each of its runs, so that a mistake shows before the first of them.
+    """Read a study and check each of its runs, so that errors appear before the first run.
 
-    Raises:
-        ConfigError: the file is missing or wrong; the message names the key.
+    Raise ConfigError if the file is missing or wrong; the message names the key.
     """
     with os_errors_as(ConfigError, f"{path} cannot be read"):
         if not path.is_file():
@@ -249,17 +235,14 @@ def load_study(path: Path) -> Study:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a run computes: the options that are not at their defaults, by dotted key, as plain values.
+    """Return the options that determine what a run computes and are not defaults, by dotted key, as plain values.
 
-    Functions that they name by their files have a hash of what these say.
-
-    Raises:
-        ConfigError: there is no such file.
+    Functions named by their files are identified by a hash; raise ConfigError if a file is missing.
     """
     values = flat(config.model_dump(mode="json", exclude_defaults=True))
     return by_source({name: value for name, value in values.items() if not name.startswith(NO_PART)})
 
 
 def key_of(config: Config) -> str:
-    """A short hash of `settings_of`; an option that a later version adds does not change it."""
+    """Return a short hash of `settings_of`; options added by later versions do not change it."""
     return hashlib.sha256(json.dumps(settings_of(config), sort_keys=True).encode()).hexdigest()[:16]

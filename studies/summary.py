@@ -14,7 +14,7 @@ COSTS = ("generated_tokens", "seconds")
 
 
 def headline(findings: Findings) -> str:
-    """One sentence: Pass@1 of the baseline and of the arm furthest above it after as many generated tokens."""
+    """Return one sentence: Pass@1 of the baseline and of the best arm after the same number of generated tokens."""
     base, *others = findings.arms
     tasks = findings.tasks
     over = f" over {len(tasks)} tasks" if len(tasks) > 1 else ""
@@ -34,20 +34,20 @@ def headline(findings: Findings) -> str:
 
 
 def _verdict(arm: Arm, base: Arm, gap: float, gain: Interval) -> str:
-    """Who is ahead by a gap, as it is shown, and whether that may be chance."""
+    """Say which is ahead by a displayed gap, and whether that may be chance."""
     if gap == 0:
         return "neither is ahead"
-    said = f"“{arm.name}” is {'ahead' if gap > 0 else 'not ahead'}"
+    order = f"“{arm.name}” is {'ahead' if gap > 0 else 'not ahead'}"
     if np.isnan(gain.low):
         seeds = min(len(arm.seeds), len(base.seeds))
-        return f"{said}; {'one seed' if seeds == 1 else f'{seeds} seeds'} cannot tell that from chance"
+        return f"{order}; {'one seed' if seeds == 1 else f'{seeds} seeds'} cannot tell that from chance"
     if not gain.excludes(0):
-        return f"{said}, but the difference, {gain.text('+.3f')}, may be chance"
-    return f"{said}, by {gain.text('+.3f')}"
+        return f"{order}, but the difference, {gain.text('+.3f')}, may be chance"
+    return f"{order}, by {gain.text('+.3f')}"
 
 
 def short(findings: Findings, task: str) -> tuple[Sequence[str], list[list[str]]]:
-    """Headings and rows of a table: where each arm ends on a task, and what it has spent until then."""
+    """Return headings and rows of a table with final scores and costs of each arm on a task."""
     headings = ("arm", *map(findings.score_name, SHOWN), *(cost.replace("_", " ") for cost in COSTS))
     rows = [
         [
@@ -61,7 +61,7 @@ def short(findings: Findings, task: str) -> tuple[Sequence[str], list[list[str]]
 
 
 def summary(findings: Findings) -> Iterator[Table]:
-    """The short tables of all tasks, to be printed."""
+    """Yield the short tables of all tasks, for printing."""
     for task in findings.tasks:
         shown = Table(title=escape(task), title_justify="left")
         (first, *others), rows = short(findings, task)

@@ -1,4 +1,4 @@
-"""Verdict about a method, better, worse or neither than the baseline, and warnings about its runs."""
+"""Verdict on a method (better, worse or neither than the baseline), and warnings about its runs."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,15 @@ from studies.statistics import welch
 
 TOKENS = "generated_tokens"
 SURE = 0.975
-"""Of the interval of each of two scores: of methods that change nothing, one in twenty is called better or worse."""
+"""Level of the interval of each of two scores: one in twenty methods without effect is called better or worse."""
 WITHIN = 0.1
-"""Share by which the tokens of a method may differ from those that it was given."""
+"""Fraction by which a method's tokens may differ from its budget."""
 FALLEN = 0.5
 """A run has collapsed if its Pass@1 ends below this share of its highest value."""
 
 
 def verdict(findings: Findings, arm: Arm) -> str:
-    """Compare an arm with the baseline in one sentence, where both have generated the same tokens."""
+    """Compare an arm with the baseline at equal generated tokens, in one sentence."""
     first, several = (
         welch(*findings.values_at(TOKENS, 1.0, arm, name, findings.tasks), SURE) for name in ("pass_at_1", "pass_at_k")
     )
@@ -38,13 +38,7 @@ def verdict(findings: Findings, arm: Arm) -> str:
 
 
 def warnings(findings: Findings, arm: Arm, asks: float) -> Iterator[str]:
-    """Sentences about what is wrong with the runs of a method.
-
-    Args:
-        findings: with the baseline.
-        arm: the method.
-        asks: what it says that a step of it generates, divided by questions * samples.
-    """
+    """Yield warnings about the runs of an arm; `asks` is its stated answers per step / (questions * samples)."""
     for task in findings.tasks:
         share = findings.spent(arm, TOKENS, task) / findings.spent(findings.baseline, TOKENS, task)
         if share > 1 + WITHIN:

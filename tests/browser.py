@@ -19,7 +19,7 @@ def browser():
 
 @cache
 def started(webdriver, program, driver):
-    """One for all modules of tests that use this fixture, until the process ends."""
+    """Start one browser for all test modules that use this fixture, until the process ends."""
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for switch in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):

@@ -1,4 +1,4 @@
-"""What bash needs to complete the programs and their options: `python -m tests.completion` writes the file of it."""
+"""Completion script of bash for the programs and their options: `python -m tests.completion` writes it."""
 
 import os
 import re
@@ -15,7 +15,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 
 
 def script():
-    """The script, with the options that the helps of the programs name."""
+    """Return the script, with the options from the programs' help."""
     cases = [f"        {name}) words='{' '.join(options(name))}' ;;" for name in PROGRAMS]
     lines = [
         "_exgrpo() {",
@@ -32,7 +32,7 @@ def script():
 
 
 def options(name):
-    """The options that the help of a program names."""
+    """Return the options named in a program's help."""
     wide, found = {**os.environ, "COLUMNS": "400"}, set()
     for words in [[PROGRAMS[name].module], *ALSO.get(name, [])]:
         command = [sys.executable, "-m", *words, "--help"]

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Fixtures and hooks for all tests."""
 
 import os
 from pathlib import Path
@@ -72,7 +72,7 @@ def one_environment():
 
 @pytest.fixture
 def one_thread():
-    """Tiny models are faster so."""
+    """Use one thread, which is faster for tiny models."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
-"""What public names take, and what options are by default: `python -m tests.signatures` writes the file of it.
+"""Signatures of public names and defaults of options: `python -m tests.signatures` writes them to a file.
 
-Parameters have their kinds and defaults, and no types, which other versions of Python write otherwise. Of a class that
-inherits from another package, only what this package adds is in it.
+Parameters have kinds and defaults, but no types, whose text differs between versions of Python. For a class that
+inherits from another package, only this package's additions are listed.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ def entries(value):
 
 
 def is_section(field):
-    """Whether an option is a section, which is listed by itself."""
+    """True if an option is a section, which is listed separately."""
     return inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
 
 
 def default(field):
-    """That of an option."""
+    """Return the default of an option."""
     return "(required)" if field.is_required() else repr(field.get_default(call_default_factory=True))
 
 
 def is_own(value):
-    """Whether this package defines it."""
+    """True if this package defines it."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] == "exgrpo"
 
 
@@ -55,7 +55,7 @@ def attributes(owner):
 
 
 def function(value):
-    """The function behind a method or a property."""
+    """Return the function of a method or a property."""
     return getattr(value, "fget", None) or getattr(value, "__func__", value)
 
 
@@ -65,7 +65,7 @@ def member(name, value):
 
 
 def constructor(owner):
-    """What makes an object, without the fields that another package gives to it."""
+    """Return the constructor, without fields inherited from another package."""
     fields = {field.name for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     own = {name for one in owner.__mro__ if is_own(one) for name in inspect.get_annotations(one)}
     makers = [one for one in owner.__mro__ if {"__init__", "__new__"} & vars(one).keys()]

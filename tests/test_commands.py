@@ -127,7 +127,7 @@ def test_the_help_of_training_has_all_its_options():
     command = [sys.executable, "-m", "exgrpo.tools.launch", "--processes=2", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     words = set(done.stdout.replace(",", " ").split())
-    of_launch = {f"--{name.replace('_', '-')}" for name in launch.Launch.model_fields}
+    of_launch = {f"--{name.replace('_', '-')}" for name in launch.LaunchOptions.model_fields}
     of_recipes = {"data.sources", "evaluation.sets"}
     of_training = {f"--{key}" for model in (Config, RecipeArgument) for key in keys_of(model) if key not in of_recipes}
     assert len(of_training) > 100

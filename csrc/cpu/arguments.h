@@ -1,4 +1,4 @@
-// Tensors as the kernels take them.
+// Conversion of tensors to kernel arguments.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -28,7 +28,7 @@ inline void check(bool fine, const char* name, const char* expected) {
   }
 }
 
-// The values of a contiguous tensor with this many of them; nullptr where there is no tensor.
+// The values of a contiguous tensor with `count` elements; nullptr without a tensor.
 template <class T>
 T* values(const OptionalTensor& tensor, int64_t count, const char* name) {
   if (!tensor) {

@@ -1,8 +1,8 @@
-// Which instruction set the kernels use.
+// Selection of the instruction set of the kernels.
 #pragma once
 
 // EXGRPO_DECLARE(...) declares something in the namespace of each instruction set that was compiled;
-// EXGRPO_PICK(name) is a switch that returns `name` of the one in use.
+// EXGRPO_PICK(name) is a switch that returns `name` of the selected one.
 #ifdef HAVE_AVX2
 #define EXGRPO_DECLARE_AVX2(...) namespace avx2 { __VA_ARGS__ }
 #define EXGRPO_CASE_AVX2(...) case Isa::avx2: return avx2::__VA_ARGS__;
@@ -30,7 +30,7 @@ namespace exgrpo {
 
 enum class Isa { baseline, avx2, avx512 };
 
-// The widest one that build and processor have, or the one that EXGRPO_CPU_ISA names; throws if that cannot be had.
+// The widest one of build and processor, or the one named by EXGRPO_CPU_ISA; throws if that is not available.
 Isa instruction_set();
 
 const char* name_of(Isa isa);

@@ -5,7 +5,7 @@
 namespace exgrpo::EXGRPO_VARIANT {
 namespace {
 
-constexpr int chains = 4;  // of additions
+constexpr int chains = 4;  // of independent additions
 
 typedef uint16_t Halves __attribute__((vector_size(EXGRPO_VECTOR_BYTES / 2)));
 
@@ -36,7 +36,7 @@ inline T narrowed(T value, T) {
   return value;
 }
 
-// To the nearest bfloat16 number, of two to the even one; NaN stays NaN.
+// Rounds to the nearest bfloat16 number, ties to even; NaN stays NaN.
 inline uint16_t narrowed(float value, uint16_t) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
@@ -87,7 +87,7 @@ void add_rows(T* total, const E* rows, int64_t stride, const T* factors, int64_t
     for (int64_t i = 0; i < whole; i += lanes<T>) {
       Vector<T> sum = load(total + i);
 #pragma GCC unroll 4
-      for (int k = 0; k < chains; ++k) {  // memory is read faster by several rows at once
+      for (int k = 0; k < chains; ++k) {  // reading several rows at once is faster
         sum += factors[k] * widened(rows + k * stride + i);
       }
       store(total + i, sum);

@@ -1,5 +1,5 @@
-// What is done with the rows that a pair of a token and a word of its set needs: a row of hidden states and one of the
-// weight. The symbols are those of exgrpo/kernels/chunks/softmax.py.
+// Operations on the rows of a pair of a token and a word of its set: a row of hidden states and a row of the
+// weight. Symbols as in exgrpo/kernels/chunks/softmax.py.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct KeptKernels {
   T (*dot)(const E* a, const E* b, int64_t size);
   // total += factor * row
   void (*add)(T* total, const E* row, T factor, int64_t size);
-  // The same of `count` rows, one after the other, each `stride` entries behind the one before, with factors of their own.
+  // The same for `count` rows, one after the other, `stride` entries apart, each with its own factor.
   void (*add_rows)(T* total, const E* rows, int64_t stride, const T* factors, int64_t count, int64_t size);
   // row = total, rounded
   void (*put)(E* row, const T* total, int64_t size);

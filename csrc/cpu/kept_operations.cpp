@@ -1,6 +1,6 @@
-// The operators over kept sets. The pairs of some rows, end to end, are numbers [P]: row i has those of
-// [bounds[i], bounds[i + 1]), and their words are ids[starts[i]], ids[starts[i] + 1], ... Words are numbers of the whole
-// vocabulary; `first` is that of the weight's first row.
+// The operators over kept sets. The pairs of some rows are concatenated, [P]: row i has the pairs
+// [bounds[i], bounds[i + 1]), and their words are ids[starts[i]], ids[starts[i] + 1], ... Words are token ids of the
+// whole vocabulary; `first` is the id of the weight's first row.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -12,8 +12,8 @@
 namespace exgrpo {
 namespace {
 
-constexpr int64_t products_of_a_thread = 65536;  // multiplications, at least: some microseconds
-constexpr int64_t bytes_of_a_thread = 1 << 20;   // that are set to 0, at least
+constexpr int64_t products_of_a_thread = 65536;  // minimum of multiplications, which take a few microseconds
+constexpr int64_t bytes_of_a_thread = 1 << 20;   // minimum of bytes set to 0
 
 template <class E, class T>
 KeptKernels<E, T> kernels() {
@@ -49,7 +49,7 @@ struct Sets {
   const int32_t* words(int64_t row) const { return ids + starts[row]; }
   int64_t size(int64_t row) const { return bounds[row + 1] - bounds[row]; }
 
-  // The place of a word in its row's set; -1 where it is not there.
+  // The place of a word in its row's set; -1 if it is not there.
   int64_t place(int64_t row, int64_t word) const {
     const int32_t* begin = words(row);
     const int64_t count = size(row);
@@ -59,7 +59,7 @@ struct Sets {
 
   int64_t row_of(int64_t pair) const { return std::upper_bound(bounds, bounds + rows, pair) - bounds - 1; }
 
-  // function(row), over threads that have as many pairs each; a row is one thread's.
+  // Calls function(row) on threads with equal numbers of pairs; a row is processed by one thread.
   template <class F>
   void each(int64_t columns, const F& function) const {
     const int64_t grain = std::max<int64_t>(1, products_of_a_thread / std::max<int64_t>(1, columns));
@@ -96,7 +96,7 @@ Tensor kept_logits(Tensor hidden, Tensor weight, OptionalTensor bias, std::optio
                          : -std::numeric_limits<T>::infinity();
       }
       if (softcap) {
-        // The words that are not held here come out as -softcap.
+        // Words of other ranks result in -softcap.
         largest(logits, sets.size(i), nullptr, static_cast<T>(*softcap));
         for (int64_t j = 0; j < sets.size(i); ++j) {
           const int64_t word = own[j] - first;
@@ -165,7 +165,7 @@ void kept_gradient(Tensor exponential, Tensor ids, Tensor starts, Tensor bounds,
   });
 }
 
-// Of each row the sum of F times the words' rows of the weight, [rows, D].
+// Sum over each row's words of F times their rows of the weight, [rows, D].
 Tensor kept_hidden_gradient(Tensor factors, Tensor weight, Tensor ids, int64_t first, Tensor starts, Tensor bounds) {
   return for_entries_of(weight, "weight", [&](auto entry, auto zero) {
     using E = decltype(entry);
@@ -189,7 +189,7 @@ Tensor kept_hidden_gradient(Tensor factors, Tensor weight, Tensor ids, int64_t f
   });
 }
 
-// The pairs whose factor is not 0 and whose word is held here, by words, and those of a word by rows: word << 32 | pair.
+// The pairs with nonzero factor and a word of this rank, sorted by word, then by row: word << 32 | pair.
 template <class T>
 std::vector<uint64_t> ordered(const Sets& sets, const T* factors, const T* scale, int64_t first, int64_t vocabulary) {
   std::vector<uint64_t> keys;
@@ -209,7 +209,7 @@ std::vector<uint64_t> ordered(const Sets& sets, const T* factors, const T* scale
 int64_t word_of(uint64_t key) { return static_cast<int64_t>(key >> 32); }
 int64_t pair_of(uint64_t key) { return static_cast<int64_t>(key & 0xffffffff); }
 
-// function(begin, end) for the keys of each word, over threads; a word is one thread's.
+// Calls function(begin, end) for the keys of each word, on threads; a word is processed by one thread.
 template <class F>
 void each_word(const std::vector<uint64_t>& keys, int64_t columns, const F& function) {
   const int64_t count = keys.size(), grain = std::max<int64_t>(1, products_of_a_thread / std::max<int64_t>(1, columns));
@@ -224,8 +224,8 @@ void each_word(const std::vector<uint64_t>& keys, int64_t columns, const F& func
   });
 }
 
-// Adds to the words' rows of `total` [V, D] the sums of scale * F times hidden states; `fresh`: writes them there, and 0
-// elsewhere. A row of bfloat16 numbers is only written.
+// Adds the sums of scale * F times hidden states to the words' rows of `total` [V, D]; `fresh`: writes them, and 0
+// elsewhere. Rows of bfloat16 numbers are written, never added to.
 void kept_weight_gradient(Tensor factors, Tensor hidden, Tensor scale, Tensor ids, int64_t first, Tensor starts,
                           Tensor bounds, Tensor total, bool fresh) {
   for_entries_of(hidden, "hidden", [&](auto entry, auto zero) {

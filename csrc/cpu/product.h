@@ -1,14 +1,14 @@
-// Products of bfloat16 matrices with float32 sums, in tiles that are worked on before they leave the cache.
+// Products of bfloat16 matrices with float32 sums, in tiles that are processed while in the cache.
 //
 // The logits z = hidden @ weight.T + bias [rows, V] exist a tile at a time: exp(d), d = (z - anchor) / temperature, and
-// its sums are what remains of them. exp(d), or a gradient made of it, is the left operand of the other two products.
+// its sums remain. exp(d), or a gradient computed from it, is the left operand of the other two products.
 #pragma once
 
 #include <cstdint>
 
 namespace exgrpo {
 
-// Entries of a row lie beside each other; the next row begins `stride` entries further.
+// Entries of a row are contiguous; the next row begins `stride` entries further.
 struct Bfloat16Matrix {
   const uint16_t* data;
   int64_t rows;
@@ -16,7 +16,7 @@ struct Bfloat16Matrix {
   int64_t stride;
 };
 
-// Threads: run calls body(begin, end, context) for parts of [0, count) that make up the whole.
+// Threads: run calls body(begin, end, context) for parts that partition [0, count).
 struct Parallel {
   int64_t threads;
   void (*run)(int64_t count, void (*body)(int64_t begin, int64_t end, void* context), void* context);
@@ -28,14 +28,14 @@ struct Logits {
   const float* bias;      // [V]; null: 0
 };
 
-// What turns the logits of each row into d.
+// Parameters that turn the logits of each row into d.
 struct Shift {
-  const int64_t* target;     // [rows], a row of the weight; -1 where another rank holds it
+  const int64_t* target;     // [rows], a row of the weight; -1 if another rank has it
   const float* anchor;       // [rows]
   const float* temperature;  // [rows]; null: 1
 };
 
-// What turns exp(d) of each row into the gradient F = exp(d) (c + h (d - U)), all [rows].
+// Parameters that turn exp(d) of each row into the gradient F = exp(d) (c + h (d - U)), all [rows].
 struct EntropyFactors {
   const int64_t* target;
   const float* mean;       // U
@@ -44,24 +44,24 @@ struct EntropyFactors {
   const float* at_target;  // F at the target
 };
 
-// Same inputs, same bits, for any number of threads.
+// Results are bitwise equal for any number of threads.
 struct Product {
-  // Sums over the vocabulary without the target of exp(d) and of exp(d) d; where out is not null, exp(d) goes to the
-  // memory it has for each row, 0 at the target.
+  // Sums of exp(d) and of exp(d) d over the vocabulary without the target; if out is not null, exp(d) is written to
+  // each row's memory in it, 0 at the target.
   void (*sums)(const Logits&, const Shift&, uint16_t* const* out, float* rest, float* moment, const Parallel&);
   // Largest logit of each row; -inf without a vocabulary.
   void (*largest)(const Logits&, float* result, const Parallel&);
-  // Logit of each row's target; -inf where another rank holds it.
+  // Logit of each row's target; -inf if another rank has it.
   void (*target_logits)(const Logits&, const int64_t* target, float* result, const Parallel&);
-  // Makes F of exp(d) [rows, columns] in place.
+  // Replaces exp(d) [rows, columns] by F in place.
   void (*entropy_gradient)(uint16_t* matrix, int64_t rows, int64_t columns, int64_t stride, const EntropyFactors&,
                            const Parallel&);
   // gradient [rows, V] @ weight into total [rows, D].
   void (*hidden_gradient)(const Bfloat16Matrix& gradient, const Bfloat16Matrix& weight, float* total, const Parallel&);
-  // gradient.T [V, rows] @ (factor * hidden) [rows, D], added to total [V, D], or written there where it is fresh.
+  // gradient.T [V, rows] @ (factor * hidden) [rows, D], added to total [V, D], or written to it if `fresh`.
   void (*weight_gradient)(const Bfloat16Matrix& gradient, const Bfloat16Matrix& hidden, const float* factor,
                           float* total, bool fresh, const Parallel&);
-  // The same, rounded to bfloat16, where the total is fresh.
+  // The same, rounded to bfloat16 and written to the total.
   void (*rounded_weight_gradient)(const Bfloat16Matrix& gradient, const Bfloat16Matrix& hidden, const float* factor,
                                   uint16_t* total, bool fresh, const Parallel&);
 };

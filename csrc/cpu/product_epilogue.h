@@ -1,4 +1,4 @@
-// What is made of a tile of logits: exponentials, their sums, the largest.
+// Epilogue of a tile of logits: exponentials, their sums, the largest logit.
 #pragma once
 
 #include "product_pack.h"
@@ -6,11 +6,11 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-constexpr float kUnderflown = -1e4f;  // for every d below it: exp(d) is 0 there, and exp(d) d too where d is -inf
+constexpr float kUnderflown = -1e4f;  // replaces every d below it: exp(d) and exp(d) d are 0, even for d = -inf
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
-// 2^t to an ulp; 0 far below the normal numbers, NaN of NaN and of infinity.
+// 2^t to an ulp; 0 far below the normal numbers, NaN for NaN and infinity.
 inline __m512 exp2(__m512 t) {
   const __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(t, whole);
@@ -48,7 +48,7 @@ inline __m512i exponentials(const float* logits, const float* bias, float anchor
   for (int j = 0; j < kVectors; ++j) {
     const __m512 z = _mm512_add_ps(_mm512_load_ps(logits + j * kVector), _mm512_load_ps(bias + j * kVector));
     const __m512 t = _mm512_mul_ps(_mm512_sub_ps(z, anchors), scales);
-    const __m512 bounded = _mm512_max_ps(least, t);  // of two operands, the second where one is NaN
+    const __m512 bounded = _mm512_max_ps(least, t);  // returns its second operand if one is NaN
     power[j] = exp2(bounded);
     rest = _mm512_add_ps(rest, power[j]);
     moment = _mm512_fmadd_ps(power[j], bounded, moment);

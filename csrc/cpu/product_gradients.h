@@ -8,15 +8,15 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-constexpr int64_t kDepth = 512;         // of the vocabulary, that a packed panel of the weight has
+constexpr int64_t kDepth = 512;         // of a packed panel of the weight along the vocabulary
 constexpr int64_t kGroup = 16;          // panels of the weight that share the second-level cache
-constexpr int64_t kRowBlock = 256;      // rows for which a panel is packed, fewer where threads would be idle
-constexpr int64_t kGradientRows = 96;   // of the weight's gradient, made together
+constexpr int64_t kRowBlock = 256;      // rows per packed panel, fewer if threads would be idle
+constexpr int64_t kGradientRows = 96;   // of the weight's gradient, computed together
 static_assert(kGradientRows % kTileRows == 0 && kGradientRows % kWords == 0);
 
 inline int64_t ceil_divide(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Adds a tile to a matrix, or writes it there where that is fresh.
+// Adds a tile to a matrix, or writes it if the matrix is fresh.
 inline void put_tile(const Tile& tile, int64_t rows, int64_t columns, float* matrix, int64_t stride, bool fresh) {
   for (int64_t row = 0; row < rows; ++row, matrix += stride) {
     for (int64_t j = 0; j < columns; j += kVector) {
@@ -28,7 +28,7 @@ inline void put_tile(const Tile& tile, int64_t rows, int64_t columns, float* mat
   }
 }
 
-// Writes a tile, rounded, to a matrix that is fresh.
+// Writes a tile, rounded, to a fresh matrix.
 inline void put_tile(const Tile& tile, int64_t rows, int64_t columns, uint16_t* matrix, int64_t stride, bool) {
   for (int64_t row = 0; row < rows; ++row, matrix += stride) {
     const __m512 low = _mm512_load_ps(&tile.values[row][0]), high = _mm512_load_ps(&tile.values[row][kVector]);
@@ -109,7 +109,7 @@ inline void hidden_gradient(const Bfloat16Matrix& gradient, const Bfloat16Matrix
   int64_t blocks = ceil_divide(rows, kRowBlock);
   while (blocks * groups % parallel.threads != 0 && blocks * kTileRows < rows) ++blocks;
   const int64_t step = round_up(ceil_divide(rows, blocks), kTileRows);
-  blocks = ceil_divide(rows, step);  // of whole tiles, fewer may have all rows
+  blocks = ceil_divide(rows, step);  // of whole tiles, fewer may cover all rows
   for_parts(parallel, blocks * groups, [&](int64_t begin, int64_t end) {
     const HiddenGradient part(gradient, weight, total);
     for (int64_t i = begin; i < end; ++i) {
@@ -120,7 +120,7 @@ inline void hidden_gradient(const Bfloat16Matrix& gradient, const Bfloat16Matrix
   });
 }
 
-// The total is float, or uint16_t where it is fresh.
+// The total is float, or uint16_t if it is fresh.
 template <class Entry>
 void weight_gradient(const Bfloat16Matrix& gradient, const Bfloat16Matrix& hidden, const float* factor, Entry* total,
                      bool fresh, const Parallel& parallel) {

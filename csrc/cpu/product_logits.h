@@ -1,4 +1,4 @@
-// What is made of hidden @ weight.T without ever writing it.
+// Results computed from hidden @ weight.T without storing it.
 #pragma once
 
 #include <cmath>
@@ -9,10 +9,10 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-constexpr int64_t kBlockColumns = 256;  // whose sums float32 holds: those of the blocks are added in float64
+constexpr int64_t kBlockColumns = 256;  // summed in float32; the sums of blocks are added in float64
 static_assert(kBlockColumns % kTileColumns == 0);
 
-// A tile of raw products, and where it stands.
+// A tile of raw products and its position.
 struct LogitTile {
   int64_t column;
   int64_t columns;
@@ -22,7 +22,7 @@ struct LogitTile {
   Tile products;
 };
 
-// The raw products in blocks of columns, which threads share among them.
+// The raw products in blocks of columns, distributed over threads.
 class LogitBlocks {
  public:
   explicit LogitBlocks(const Logits& logits)
@@ -56,7 +56,7 @@ class LogitBlocks {
   const Padded hidden_;
 };
 
-// Replaces a tile's products by exponentials, which go to out where it is not null, and adds them to the sums.
+// Replaces a tile's products by exponentials, writes them to out unless it is null, and adds them to the sums.
 inline void add_exponentials(LogitTile& tile, const Shift& shift, uint16_t* const* out, LaneSums* sums) {
   const __mmask32 mask = first_words(tile.columns);
   for (int64_t i = 0; i < tile.rows; ++i) {

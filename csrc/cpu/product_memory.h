@@ -10,7 +10,7 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-// Memory that begins with a cache line, not cleared.
+// Uninitialised memory aligned to a cache line.
 template <class Entry>
 class Scratch {
  public:
@@ -37,8 +37,8 @@ void for_parts(const Parallel& parallel, int64_t count, const Function& function
   if (count > 0) parallel.run(count, body, const_cast<Function*>(&function));
 }
 
-// Has the system make the pages of memory that is about to be written, where they are missing: a fault for each takes
-// longer. Never needed, so what goes wrong does not matter.
+// Lets the system allocate missing pages of memory that will be written: a page fault for each takes
+// longer. This is optional, so errors are ignored.
 inline void make_pages(void* begin, int64_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   constexpr uintptr_t page = 4096;
@@ -47,7 +47,7 @@ inline void make_pages(void* begin, int64_t bytes) {
 #endif
 }
 
-// A part of a matrix with a multiple of kDepthStep columns, 0 beyond its own, and rows that do not meet in the cache.
+// A part of a matrix, padded with 0 to a multiple of kDepthStep columns, with rows that do not conflict in the cache.
 class Padded {
  public:
   Padded(const Bfloat16Matrix& matrix, int64_t first_row, int64_t last_row, int64_t first, int64_t last)

@@ -1,4 +1,4 @@
-// The operators over products of bfloat16 matrices; the symbols are those of product.h.
+// The operators over products of bfloat16 matrices; symbols as in product.h.
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ namespace {
 
 struct Variant {
   const char* name;
-  const Product* product;  // null: this build does not have it
+  const Product* product;  // null: not in this build
   bool (*supported)();     // by the processor and the system
 };
 
@@ -31,7 +31,7 @@ bool has_avx512bf16() {
 
 bool has_amx() {
 #if defined(HAVE_AMX) && defined(__linux__)
-  // Linux has to be asked before a process may use the matrix registers; threads inherit the answer.
+  // A process must request the matrix registers from Linux; its threads inherit the permission.
   constexpr long request_permission = 0x1023, matrix_data = 18;
   static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
                               syscall(SYS_arch_prctl, request_permission, matrix_data) == 0;
@@ -61,11 +61,11 @@ std::string missing(const Variant& variant) {
 }
 
 struct Choice {
-  const Product* product;  // null: there is none
+  const Product* product;  // null: none is available
   std::string reason;      // why
 };
 
-// Throws if the environment asks for what is not to be had.
+// Throws if the environment requests an unavailable one.
 Choice choose() {
   const char* asked = std::getenv("EXGRPO_CPU_PRODUCT");
   if (asked == nullptr || *asked == '\0') {
@@ -85,7 +85,7 @@ Choice choose() {
   throw std::runtime_error(setting + ": expected amx, avx512bf16 or none");
 }
 
-// Why there is no product; empty where there is one.
+// Why no product is available; empty if one is.
 std::string unavailable() { return choose().reason; }
 
 const Product& product() {
@@ -122,7 +122,7 @@ const int64_t* targets_of(const Tensor& target, int64_t rows, int64_t vocabulary
   return index;
 }
 
-// Where each row's exponentials go: to the row of the same number, or to the one that `places` names.
+// Destination of each row's exponentials: the row of the same number, or the one given by `places`.
 std::vector<uint16_t*> rows_of(const OptionalTensor& out, const OptionalTensor& places, const Logits& logits) {
   if (!out) return {};
   const Bfloat16Matrix matrix = matrix_of(*out, "out");

@@ -1,4 +1,4 @@
-// Operands in the order in which tiles read them. Packing is a hundredth of the work of a product of some hundred rows.
+// Operands in the order in which tiles read them. Packing takes 1 % of the time of a product of a few hundred rows.
 #pragma once
 
 #include "product.h"
@@ -6,7 +6,7 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-constexpr int64_t kWords = 32;  // bfloat16 entries of a vector
+constexpr int64_t kWords = 32;  // bfloat16 entries per vector
 
 inline __mmask32 first_words(int64_t count) {
   return count >= kWords ? ~__mmask32{0} : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
@@ -39,7 +39,7 @@ inline void transpose(__m512i (&line)[16]) {
   }
 }
 
-// Alternates the entries of two vectors: those of the first 16, and those of the last 16.
+// Interleaves the entries of two vectors: of the first 16, and of the last 16.
 inline void interleave(__m512i even, __m512i odd, __m512i& first, __m512i& last) {
   const __m512i low = _mm512_unpacklo_epi16(even, odd);
   const __m512i high = _mm512_unpackhi_epi16(even, odd);
@@ -55,8 +55,8 @@ inline __m512i load_row(const Bfloat16Matrix& matrix, int64_t row, int64_t colum
   return _mm512_maskz_loadu_epi16(first_words(matrix.columns - column), matrix.data + row * matrix.stride + column);
 }
 
-// The rows [first, first + kTileColumns) of a matrix as a panel [columns, kTileColumns]: the matrix transposed. As that
-// of other panels, its depth is rounded up to kDepthStep, with 0 beyond the matrix.
+// The rows [first, first + kTileColumns) of a matrix, transposed to a panel [columns, kTileColumns]. As
+// for all panels, its depth is rounded up to kDepthStep, with 0 beyond the matrix.
 inline void pack_transposed(const Bfloat16Matrix& matrix, int64_t first, uint16_t* panel) {
   for (int64_t part = 0; part < kTileColumns; part += kVector) {
     for (int64_t k = 0; k < matrix.columns; k += kWords) {
@@ -108,7 +108,7 @@ inline void pack_scaled_rows(const Bfloat16Matrix& matrix, const float* factor, 
   }
 }
 
-// kWords columns of a matrix as the rows of its transpose [kWords, stride]; what is beyond its last row is 0.
+// kWords columns of a matrix as the rows of its transpose [kWords, stride], with 0 beyond its last row.
 inline void transpose_columns(const Bfloat16Matrix& matrix, int64_t column, uint16_t* transposed, int64_t stride) {
   for (int64_t row = 0; row < matrix.rows; row += kWords) {
     __m512i left[16], right[16];
@@ -135,7 +135,7 @@ inline void copy_columns(const Bfloat16Matrix& matrix, int64_t first_row, int64_
   }
 }
 
-// A row's length in memory so that rows that are read together do not meet in few sets of the cache.
+// A row's length in memory, chosen so that rows read together do not map to the same few sets of the cache.
 constexpr int64_t spread_stride(int64_t columns) { return (round_up(columns, kWords) / kWords | 1) * kWords; }
 
 }  // namespace exgrpo::EXGRPO_VARIANT

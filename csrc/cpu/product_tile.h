@@ -2,7 +2,7 @@
 #pragma once
 
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // what the header of GCC 12 leaves so by intention
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // intended in a header of GCC 12
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -19,8 +19,8 @@ namespace exgrpo::EXGRPO_VARIANT {
 constexpr int64_t kTileRows = 32;   // two registers of 16 rows
 constexpr int64_t kDepthStep = 32;  // entries of a register's row
 #else
-constexpr int64_t kTileRows = 12;  // with two vectors of columns: 24 sums, which leaves registers for the operands
-constexpr int64_t kDepthStep = 2;  // entries that are multiplied and added at once
+constexpr int64_t kTileRows = 12;  // with two vectors of columns: 24 sums, leaving registers for the operands
+constexpr int64_t kDepthStep = 2;  // entries multiplied and added at once
 #endif
 constexpr int64_t kTileColumns = 32;  // a cache line of bfloat16
 constexpr int64_t kVector = 16;       // float32 lanes

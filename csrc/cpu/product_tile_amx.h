@@ -6,7 +6,7 @@
 namespace exgrpo::EXGRPO_VARIANT {
 
 constexpr int64_t kRegisterRows = 16;
-constexpr int64_t kRegisterBytes = 64;  // of a row
+constexpr int64_t kRegisterBytes = 64;  // per row
 
 // The layout of the registers: 0 to 3 the sums, 4 and 5 the left operand, 6 and 7 the right one.
 struct alignas(64) TileLayout {
@@ -26,7 +26,7 @@ struct alignas(64) TileLayout {
   }
 };
 
-// While it lives, the thread's registers have the layout of whole tiles.
+// Sets the thread's registers to the layout of whole tiles during its lifetime.
 class TileRegisters {
  public:
   TileRegisters() { lay_out(kTileRows); }
@@ -79,8 +79,8 @@ inline void multiply_both(const uint16_t* left, int64_t stride, const uint16_t* 
   _tile_stored(3, &tile.values[kRegisterRows][kVector], sizeof(tile.values[0]));
 }
 
-// left [rows, depth] times a panel [depth, kTileColumns] that is packed: the entries of two rows alternate.
-// depth is a multiple of kDepthStep, rows at most kTileRows; the thread has TileRegisters.
+// left [rows, depth] times a packed panel [depth, kTileColumns], in which the entries of two rows alternate.
+// depth is a multiple of kDepthStep, rows at most kTileRows; the thread must have TileRegisters.
 inline void multiply(int64_t rows, const uint16_t* left, int64_t stride, const uint16_t* panel, int64_t depth,
                      Tile& tile) {
   if (rows < kTileRows) TileRegisters::lay_out(rows);

@@ -5,12 +5,12 @@
 
 namespace exgrpo::EXGRPO_VARIANT {
 
-// There is nothing to set up.
+// Nothing to set up.
 struct TileRegisters {
   TileRegisters() {}
 };
 
-// Two entries that follow each other in a row; what is multiplied and added at once.
+// Two adjacent entries of a row, which one instruction multiplies and adds.
 using Pair = int __attribute__((may_alias, aligned(2)));
 
 template <int Rows>
@@ -39,7 +39,7 @@ void multiply_rows(const uint16_t* left, int64_t stride, const uint16_t* panel, 
   }
 }
 
-// left [rows, depth] times a panel [depth, kTileColumns] that is packed: the entries of two rows alternate.
+// left [rows, depth] times a packed panel [depth, kTileColumns], in which the entries of two rows alternate.
 // depth is a multiple of kDepthStep, rows at most kTileRows.
 inline void multiply(int64_t rows, const uint16_t* left, int64_t stride, const uint16_t* panel, int64_t depth,
                      Tile& tile) {

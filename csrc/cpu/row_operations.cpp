@@ -11,10 +11,10 @@
 namespace exgrpo {
 namespace {
 
-constexpr int64_t entries_of_a_thread = 32768;  // at least: a few microseconds
-constexpr int64_t columns_of_a_part = 64;       // of which one thread adds up the rows
-constexpr int64_t columns_at_once = 2048;       // whose sums the first-level cache holds
-constexpr int64_t rows_at_once = 64;            // that are added up before their sum is
+constexpr int64_t entries_of_a_thread = 32768;  // minimum, which takes a few microseconds
+constexpr int64_t columns_of_a_part = 64;       // whose rows are summed by one thread
+constexpr int64_t columns_at_once = 2048;       // whose sums fit the first-level cache
+constexpr int64_t rows_at_once = 64;            // summed before their sum is added
 
 template <class T>
 RowKernels<T> kernels() {
@@ -40,7 +40,7 @@ struct Rows {
     stride = matrix.stride(0);
   }
 
-  // function(row, its number), over threads; each row is one thread's.
+  // Calls function(row, its number) on threads; each row is processed by one thread.
   template <class F>
   void each(const F& function) const {
     const int64_t grain = std::max<int64_t>(1, entries_of_a_thread / std::max<int64_t>(1, size));
@@ -121,7 +121,7 @@ void row_gradient(Tensor exponential, Tensor target, OptionalTensor temperature,
   });
 }
 
-// Adds matrix.T @ factor to total. A column is one thread's, and the order of its sum depends on the number of rows alone.
+// Adds matrix.T @ factor to total. One thread sums a column, in an order that depends only on the number of rows.
 void add_column_sums(Tensor matrix, Tensor factor, Tensor total) {
   for_entries_of(matrix, "matrix", [&](auto entry, auto zero) {
     using E = decltype(entry);
@@ -156,7 +156,7 @@ void advise_huge_pages(Tensor memory) {
   const uintptr_t first = (start + page - 1) / page * page;
   const uintptr_t last = (start + memory.numel() * memory.element_size()) / page * page;
   if (first < last) {
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // where it is refused, pages are small
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // if it is refused, pages are small
   }
 #endif
 }

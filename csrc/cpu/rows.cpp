@@ -6,7 +6,7 @@ namespace exgrpo::EXGRPO_VARIANT {
 namespace {
 
 constexpr int accumulators = 4;
-constexpr int block_vectors = 64;  // that are added up in T, before the sum is added to one in double
+constexpr int block_vectors = 64;  // summed in T before the sum is added to one in double
 
 template <class T>
 struct Totals {
@@ -73,7 +73,7 @@ T largest(T* row, int64_t size, const T* bias, T softcap) {
   return result;
 }
 
-// exp(d) of one vector, its first `count` lanes, added to the sums.
+// Adds exp(d) of the first `count` lanes of a vector to the sums.
 template <class T, bool SCALED, bool WRITE>
 inline void add_vector(T* at, int64_t count, T anchor, T temperature, Vector<T>& rest, Vector<T>& moment) {
   Vector<T> d = load(at, count, T(-__builtin_inff())) - anchor;

@@ -1,4 +1,4 @@
-// What is done with one row of logits; the symbols are those of exgrpo/kernels/chunks/softmax.py.
+// Operations on one row of logits; symbols as in exgrpo/kernels/chunks/softmax.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace exgrpo {
 
-constexpr float underflown = -1e4f;  // stands for every d below it: exp is 0, and 0 * d must be 0 where d is -inf
+constexpr float underflown = -1e4f;  // replaces every d below it: exp is 0, and 0 * d must be 0 even if d is -inf
 
 template <class T>
 struct RowSums {
@@ -17,10 +17,10 @@ struct RowSums {
 
 template <class T>
 struct RowGradient {
-  T log_prob, entropy;  // c and h, the gradients from above
+  T log_prob, entropy;  // c and h, the upstream gradients
   T mean;               // U
-  T at_target;          // F at the target but for the slope of the cap
-  T softcap;            // 0: none; only with a cap the rest is read
+  T at_target;          // F at the target, without the slope of the cap
+  T softcap;            // 0: no cap, and the rest is unused
   T gap, anchor, temperature;
 };
 
@@ -28,8 +28,8 @@ template <class T>
 struct RowKernels {
   // Adds the bias (or nullptr) and caps (softcap 0: no cap), in place; returns the largest logit, -inf of none.
   T (*largest)(T* row, int64_t size, const T* bias, T softcap);
-  // The sums of exp(d) over all but `target` (-1: it is elsewhere); `write`: exp(d) in place of the logits, 0 at the
-  // target, else only the target's logit is overwritten.
+  // The sums of exp(d) over all but `target` (-1: on another rank); `write`: replace the logits by exp(d), 0 at the
+  // target; otherwise only the target's logit is overwritten.
   RowSums<T> (*sums)(T* row, int64_t size, int64_t target, T anchor, T temperature, bool write);
   // F in place of exp(d).
   void (*gradient)(T* row, int64_t size, int64_t target, const RowGradient<T>& terms);

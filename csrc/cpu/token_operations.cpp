@@ -10,7 +10,7 @@
 namespace exgrpo {
 namespace {
 
-constexpr int64_t tokens_of_a_block = 4096;  // of which sums are made one after the other, whatever the threads
+constexpr int64_t tokens_of_a_block = 4096;  // summed sequentially, independent of the number of threads
 constexpr int64_t tokens_of_a_thread = 4096;
 constexpr double std_epsilon = 1e-6;
 

@@ -11,7 +11,7 @@ namespace {
 template <class T>
 constexpr T max_log_ratio = 20;
 
-// -1 where the flag is set; all lanes without flags.
+// -1 in lanes with the flag set; in all lanes without flags.
 template <class T>
 Mask<T> load_flags(const bool* flags, int64_t count) {
   Mask<T> set = {};
@@ -46,7 +46,7 @@ template <class T>
 Objective<T> objective_of(Vector<T> log_prob, Vector<T> old_log_prob, Vector<T> advantage, Mask<T> replayed,
                           const Clipping<T>& clipping) {
   const Vector<T> zero = {};
-  const Mask<T> present = old_log_prob == fill(std::numeric_limits<T>::infinity());  // stands for the present policy
+  const Mask<T> present = old_log_prob == fill(std::numeric_limits<T>::infinity());  // marks the current policy
   const Vector<T> log_ratio = log_prob - (present ? log_prob : old_log_prob);
   const Vector<T> ratio = exponential<T>(at_most(log_ratio, max_log_ratio<T>));
   Vector<T> value = ratio * advantage;
@@ -84,7 +84,7 @@ Finished<T> load_finished(SumVectors<T> sums, int64_t i, int64_t count) {
                      load(sums.moment + i, count, T(0)));
 }
 
-// The first fields of a matrix of results, at some tokens.
+// The first fields of a matrix of results, for some tokens.
 template <class T, int FIELDS>
 void put(T* results, int64_t tokens, int64_t i, int64_t count, const Vector<T> (&fields)[FIELDS]) {
   for (int k = 0; k < FIELDS; ++k) {
@@ -132,7 +132,7 @@ TokenSums objective(const T* log_prob, const T* entropy, TokenVectors<T> own, co
   for (int64_t i = begin; i < end; i += lanes<T>) {
     const int64_t count = end - i;
     const Mask<T> kept = load_flags<T>(mask == nullptr ? nullptr : mask + i, count);
-    // Whatever stands at tokens left out, NaN included, is replaced before any arithmetic.
+    // Values at masked tokens, including NaN, are replaced before any arithmetic.
     const auto counted = [&](const T* from) {
       return from == nullptr ? Vector<T>{} : kept ? load(from + i, count, T(0)) : Vector<T>{};
     };

@@ -1,5 +1,5 @@
-// What is done with tokens whose sums or log-probabilities are known; the symbols are those of
-// exgrpo/kernels/chunks/softmax.py, the formulas those there and in exgrpo/kernels/objective.py.
+// Operations on tokens whose sums or log-probabilities are known; symbols as in
+// exgrpo/kernels/chunks/softmax.py, formulas as there and in exgrpo/kernels/objective.py.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace exgrpo {
 template <class T>
 struct Clipping {
   bool clips, shapes;
-  T low, high;  // the ratios between which nothing is clipped; unused unless `clips`
+  T low, high;  // bounds of the unclipped ratios; unused unless `clips`
   T log_beta;   // unused unless `shapes`
 };
 
-// Vectors over tokens; those that may be nullptr say so.
+// Vectors over tokens; never nullptr unless stated.
 template <class T>
 struct SumVectors {
   const T *gap, *rest, *moment;
@@ -24,7 +24,7 @@ struct SumVectors {
 template <class T>
 struct TokenVectors {
   const T *old_log_prob, *advantage;
-  const bool* replayed;  // or nullptr: none is
+  const bool* replayed;  // or nullptr: none
 };
 
 template <class T>
@@ -32,14 +32,14 @@ struct RowTerms {
   Clipping<T> clipping;
   T normalizer, entropy_coef;
   const T* temperature;  // or nullptr: 1
-  bool plain;            // r has c in it, and F is exp(d)
+  bool plain;            // r includes c, and F is exp(d)
 };
 
 struct TokenSums {
   double value, entropy, count;
 };
 
-// Each on the tokens [begin, end); results are matrices [fields, tokens].
+// Each function processes the tokens [begin, end); results are matrices [fields, tokens].
 template <class T>
 struct TokenKernels {
   // U, log p_y and H.

@@ -1,7 +1,7 @@
 // Vectors as wide as the instruction set that the file is compiled for, by the compiler's vector extensions, and the
-// functions that the kernels need of them. For files that are compiled once for each instruction set.
+// functions that the kernels use. For files that are compiled once per instruction set.
 //
-// NaN goes in and comes out everywhere: comparisons are written such that they are false for it.
+// NaN propagates everywhere: comparisons are written so that they are false for it.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct Format<float> {
   using Signed = int32_t;
   using Unsigned = uint32_t;
   static constexpr int mantissa = 23, bias = 127;
-  static constexpr float to_integer = 0x1.8p23f;   // added, it leaves no bits behind the point
-  static constexpr float lowest_exponent = -87.3f;  // exp of what is lower is 0, not a number below the normal ones
+  static constexpr float to_integer = 0x1.8p23f;   // adding it leaves no fractional bits
+  static constexpr float lowest_exponent = -87.3f;  // exp below it is 0 instead of subnormal
   static constexpr int ln2_bits = 15;                // n ln2_high is exact
   static constexpr int exp_degree = 7, log_degree = 4;
 };
@@ -53,7 +53,7 @@ struct Types {
 template <class T>
 using Vector = typename Types<T>::Vector;
 template <class T>
-using Mask = typename Types<T>::Mask;  // -1 where a comparison holds, else 0
+using Mask = typename Types<T>::Mask;  // -1 in lanes whose comparison is true, else 0
 template <class T>
 using Bits = typename Types<T>::Bits;
 
@@ -78,7 +78,7 @@ inline Vector<T> load(const T* from) {
   return value;
 }
 
-// The first `count` lanes, `rest` in those behind them.
+// The first `count` lanes; `rest` in the others.
 template <class T>
 inline Vector<T> load(const T* from, int64_t count, T rest) {
   if (count >= lanes<T>) {
@@ -160,7 +160,7 @@ inline Vector<T> logarithm(Vector<T> x) {
   return x == x ? e * ln2_high<T> + (small + e * ln2_low<T>) : x;
 }
 
-// log(1 + x), x >= 0, to an ulp or two of its own size: what 1 + x has lost of x is added behind.
+// log(1 + x), x >= 0, to an ulp or two of its own size: the part of x lost in 1 + x is added.
 template <class T>
 inline Vector<T> logarithm_plus_one(Vector<T> x) {
   const Vector<T> u = x + T(1);
@@ -170,7 +170,7 @@ inline Vector<T> logarithm_plus_one(Vector<T> x) {
 // exp(x) - 1, x <= 0, to an ulp or two of its own size: with u near exp(x), exp(x) is u + u (x - log u).
 template <class T>
 inline Vector<T> exponential_minus_one(Vector<T> x) {
-  const Vector<T> bounded = at_least(x, T(-50));  // exp of it is nothing beside 1
+  const Vector<T> bounded = at_least(x, T(-50));  // its exp is negligible against 1
   const Vector<T> u = exponential<T>(bounded);
   return (u - T(1)) + u * (bounded - logarithm<T>(u));
 }

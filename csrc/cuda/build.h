@@ -1,4 +1,4 @@
-// What the library was built with, and what it finds. Plain C++.
+// Versions that the library was built with and finds. Plain C++.
 #ifndef EXGRPO_CUDA_BUILD_H
 #define EXGRPO_CUDA_BUILD_H
 
@@ -6,10 +6,10 @@
 
 namespace exgrpo {
 
-// Field by field exgrpo.kernels.cuda_chunks.binding.Build. Versions of CUDA are 1000 major + 10 minor.
+// Must match exgrpo.kernels.cuda_chunks.binding.Build field by field. CUDA versions are 1000 major + 10 minor.
 struct Build {
-  int32_t runtime;  // that is linked in
-  int32_t driver;   // the newest that the driver supports; 0: no driver
+  int32_t runtime;  // linked CUDA runtime
+  int32_t driver;   // newest CUDA version that the driver supports; 0: no driver
 };
 
 }  // namespace exgrpo

@@ -1,4 +1,4 @@
-// What every kernel asks of the machine, one thin function each: threads, shared memory, clusters.
+// Thin wrappers of hardware features that every kernel uses: threads, shared memory, clusters.
 #ifndef EXGRPO_CUDA_DEVICE_CUH
 #define EXGRPO_CUDA_DEVICE_CUH
 

@@ -1,4 +1,4 @@
-// Hopper's own machinery, one thin function each: barriers in shared memory, tensor copies, warpgroup matrix products.
+// Thin wrappers of Hopper's features: barriers in shared memory, tensor copies, warpgroup matrix products.
 #ifndef EXGRPO_CUDA_HOPPER_CUH
 #define EXGRPO_CUDA_HOPPER_CUH
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void barrier_init(SharedBarrier* barrier, int arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Before the cluster's barrier: initialised barriers are seen by other blocks and by the copies.
+// Call before the cluster's barrier, to make initialised barriers visible to other blocks and to copies.
 __device__ __forceinline__ void barriers_visible() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -25,7 +25,7 @@ __device__ __forceinline__ void barrier_expect(SharedBarrier* barrier, int bytes
                : "memory");
 }
 
-// At the same barrier of another block of the cluster, or of this one.
+// Arrives at the same barrier of another block of the cluster, or of this one.
 __device__ __forceinline__ void barrier_arrive(SharedBarrier* barrier, int rank) {
   asm volatile(
       "{\n"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void barrier_arrive(SharedBarrier* barrier, int rank)
       : "memory");
 }
 
-// Returns when the phase of this parity is over.
+// Waits until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(SharedBarrier* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void barrier_wait(SharedBarrier* barrier, uint32_t pa
       : "memory");
 }
 
-// Hardware barriers by number, among some of the block's warps; 0 is that of the whole block.
+// Hardware barriers by number, among some of the block's warps; 0 is the whole block's.
 __device__ __forceinline__ void numbered_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the map's box at (x, y) to shared memory, zeros beyond the tensor, and tells the barrier about its bytes.
+// Copies the map's box at (x, y) to shared memory, zeros beyond the tensor; its bytes are counted by the barrier.
 __device__ __forceinline__ void load_box(
     const TensorMap& map, unsigned char* shared, SharedBarrier* barrier, int x, int y) {
   asm volatile(
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_box(
       : "memory");
 }
 
-// The same to this place of all blocks of the cluster whose bits are set, telling the barrier of each.
+// The same to this place in all blocks of the cluster whose bits are set, counted by the barrier of each.
 __device__ __forceinline__ void load_box_for(
     uint16_t blocks, const TensorMap& map, unsigned char* shared, SharedBarrier* barrier, int x, int y) {
   asm volatile(
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_box_for(
       : "memory");
 }
 
-// Copies a box from shared memory to (x, y), but for what is beyond the tensor.
+// Copies a box from shared memory to (x, y), except the part beyond the tensor.
 __device__ __forceinline__ void store_box(const TensorMap& map, const unsigned char* shared, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x),
                "r"(y), "r"(shared_address(shared))
@@ -91,16 +91,16 @@ __device__ __forceinline__ void store_box(const TensorMap& map, const unsigned c
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// An empty group of stores, which counts as one.
+// Commits an empty group of stores, which counts as a group.
 __device__ __forceinline__ void store_nothing() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Shared memory that this thread's stores read, but for the last PENDING ones, may be written again.
+// Waits until shared memory read by this thread's stores, except the last PENDING ones, may be overwritten.
 template <int PENDING>
 __device__ __forceinline__ void stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// What this thread has written to shared memory is seen by the copies that follow a barrier.
+// Makes this thread's writes to shared memory visible to copies after a barrier.
 __device__ __forceinline__ void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int COUNT>
@@ -116,7 +116,7 @@ __device__ __forceinline__ void registers_take() {
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most PENDING committed groups are unfinished.
+// Waits until at most PENDING committed groups are unfinished.
 template <int PENDING>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -148,14 +148,14 @@ __device__ __forceinline__ void multiply(float (&x)[96], uint64_t a, uint64_t b,
 #undef EXGRPO_16
 #undef EXGRPO_4
 
-// exp2, 0 where the result is below the normal numbers.
+// exp2 with subnormal results flushed to 0.
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// The larger number; NaN where one is.
+// The larger number; NaN if one of them is NaN.
 __device__ __forceinline__ float larger(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));

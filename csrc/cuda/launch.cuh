@@ -1,4 +1,4 @@
-// How a launcher reports: the call that failed and why, in a text that lives until the thread's next failure.
+// Error messages of launchers: the failed call and its reason, valid until the thread's next failure.
 #ifndef EXGRPO_CUDA_LAUNCH_CUH
 #define EXGRPO_CUDA_LAUNCH_CUH
 
@@ -14,7 +14,7 @@ inline const char* failure(const char* call, const char* reason) {
   return text;
 }
 
-// Null where there is no error.
+// Null if there is no error.
 inline const char* failure(const char* call, cudaError_t error) {
   return error == cudaSuccess ? nullptr : failure(call, cudaGetErrorString(error));
 }

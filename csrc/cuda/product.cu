@@ -1,4 +1,4 @@
-// Launches the product. Every function returns null, or a text that names the call that failed.
+// Launches the product. Every function returns null, or a message that names the failed call.
 #include <cudaTypedefs.h>
 
 #include "build.h"
@@ -10,14 +10,14 @@ namespace {
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
 
-// The driver is asked for its function: where nothing is linked to it, machines without one can load this library.
+// Looks the driver's function up at run time: without linking it, machines without a driver can load this library.
 const char* find(Encode& encode) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const char* name = "cuTensorMapEncodeTiled";
 #if CUDART_VERSION >= 12050
   const auto error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
-#else  // there is only this one, which gives what the driver had in the version that it is compiled with
+#else  // older toolkits have only this one, which returns the version of the function at compile time
   const auto error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
 #endif
   if (error != cudaSuccess) return failure("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
@@ -26,7 +26,7 @@ const char* find(Encode& encode) {
   return nullptr;
 }
 
-// A bfloat16 matrix of which 128 bytes of `box_rows` rows are copied at a time.
+// A bfloat16 matrix, copied in boxes of 128 bytes by `box_rows` rows.
 const char* describe_matrix(
     Encode encode, TensorMap& map, const char* name, const void* matrix, int64_t rows, int64_t columns, int64_t stride,
     cuuint32_t box_rows) {
@@ -59,7 +59,7 @@ const char* describe_all(const ProductArguments& given, TensorMap& hidden, Tenso
   return failed;
 }
 
-// As many clusters as the device has room for: each goes through its shares of the result.
+// Launches as many clusters as fit on the device; each loops over its shares of the result.
 const char* launch(
     const ProductArguments& given, const TensorMap& hidden, const TensorMap& weight, const TensorMap& out,
     const Tiles& tiles, cudaStream_t stream) {
@@ -89,7 +89,7 @@ const char* launch(
 }  // namespace
 }  // namespace exgrpo
 
-// May be called where there is no driver, or an old one.
+// May be called without a driver, or with an old one.
 extern "C" exgrpo::Build exgrpo_build() {
   exgrpo::Build build{CUDART_VERSION, 0};
   if (cudaDriverGetVersion(&build.driver) != cudaSuccess) build.driver = 0;

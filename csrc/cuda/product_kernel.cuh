@@ -1,9 +1,9 @@
-// hidden @ weight.T whose epilogue is the softmax: the logits stay in registers. One thread has the operands' tiles
-// copied to shared memory; two warpgroups take the result's tiles in turn, one multiplying while the other is at its
-// epilogue. The blocks of a cluster have tiles of the same columns at the same time: they share what is read of the
-// weight.
+// hidden @ weight.T with the softmax as its epilogue: the logits stay in registers. One thread starts the copies of
+// the operands' tiles to shared memory; two warpgroups alternate the result's tiles, one multiplying while the other
+// runs its epilogue. The blocks of a cluster compute tiles of the same columns at the same time and share their reads
+// of the weight.
 //
-// x_v is a raw product, z_v = x_v + b_v the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau. As
+// x_v is a raw product, z_v = x_v + b_v the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau, as in
 // triton_chunks/fused_kernels.py.
 #ifndef EXGRPO_CUDA_PRODUCT_KERNEL_CUH
 #define EXGRPO_CUDA_PRODUCT_KERNEL_CUH
@@ -13,19 +13,19 @@
 
 namespace exgrpo {
 
-constexpr float UNDERFLOWN = -1e4f;  // stands for every d below it, as in chunks/softmax.py
+constexpr float UNDERFLOWN = -1e4f;  // replaces every d below it, as in chunks/softmax.py
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
 constexpr int WARPGROUP = 128;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
-constexpr int BLOCKS_OF_ROWS = TILE_ROWS / PIECE;  // PIECE rows are those of one matrix instruction
+constexpr int BLOCKS_OF_ROWS = TILE_ROWS / PIECE;  // one matrix instruction has PIECE rows
 constexpr int INSTRUCTION_DEPTH = 16;
 
-// Numbers of hardware barriers: the first of CONSUMERS each.
-constexpr int TURN = 1;                    // the other's main loop is over
-constexpr int STAGED = TURN + CONSUMERS;   // a consumer's own threads
+// Numbers of hardware barriers, the first of CONSUMERS each.
+constexpr int TURN = 1;                    // the other consumer's main loop has ended
+constexpr int STAGED = TURN + CONSUMERS;   // among a consumer's threads
 
 struct SharedTiles {
   unsigned char* base;
@@ -45,7 +45,7 @@ struct Tile {
   int row, column;  // the first ones
 };
 
-// This block's tile of the cluster's index-th share: GROUP_BANDS bands in turn, then the same with the next columns.
+// This block's tile of the cluster's index-th share: GROUP_BANDS bands in turn, then their next columns.
 __device__ inline Tile tile_at(int index, const Tiles& tiles) {
   const int group = index / (GROUP_BANDS * tiles.columns);
   const int left = tiles.bands - group * GROUP_BANDS;
@@ -58,7 +58,7 @@ __device__ inline Tile tile_at(int index, const Tiles& tiles) {
 __device__ inline int first_share() { return blockIdx.x / CLUSTER; }
 __device__ inline int shares_at_once() { return gridDim.x / CLUSTER; }
 
-// One thread: all tiles of this block, step after step, into whichever stage is free in all blocks.
+// Run by one thread: copies all tiles of this block, step by step, into a stage that is free in all blocks.
 __device__ inline void produce(
     const TensorMap& hidden, const TensorMap& weight, const SharedTiles& shared, const Tiles& tiles, int steps) {
   const int part = static_cast<int>(cluster_rank());
@@ -71,7 +71,7 @@ __device__ inline void produce(
       barrier_wait(shared.empty(stage), (round / STAGES & 1) ^ 1);
       barrier_expect(shared.full(stage), STEP_BYTES);
       load_box(hidden, shared.hidden(stage), shared.full(stage), step * TILE_DEPTH, tile.row);
-      // The barrier may hear of another block's part before it is told to expect it: it waits for that, too.
+      // Another block's part may arrive before the barrier is set to expect it; the barrier counts it anyway.
       load_box_for(
           (1 << CLUSTER) - 1, weight, shared.weight(stage) + part * (WEIGHT_BYTES / CLUSTER), shared.full(stage),
           step * TILE_DEPTH, tile.column + part * WEIGHT_ROWS);
@@ -79,7 +79,7 @@ __device__ inline void produce(
   }
 }
 
-// A matrix in shared memory whose rows are 128 bytes, swizzled, eight rows after eight. The offset between groups of
+// A matrix in shared memory with swizzled rows of 128 bytes in groups of eight. The offset between groups of
 // eight rows is in bits 32 to 45, the kind of swizzle in 62 and 63; all addresses without their lowest four bits.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -87,13 +87,13 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 
 using Accumulator = float[BLOCKS_OF_ROWS][TILE_COLUMNS / 2];
 
-// The stage of a round may be filled anew, as far as this warp is concerned; by all blocks, since all fill it.
+// Signals, for this warp, that the stage of a round may be refilled; to all blocks, since all of them fill it.
 __device__ inline void release(const SharedTiles& shared, uint32_t round) {
   const int lane = threadIdx.x % WARP;
   if (lane < CLUSTER) barrier_arrive(shared.empty(round % STAGES), lane);
 }
 
-// Starts all products of a tile; those of its last step may still be unfinished.
+// Starts all products of a tile; those of its last step may be unfinished on return.
 __device__ inline void main_loop(Accumulator& x, const SharedTiles& shared, uint32_t first_round, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -118,7 +118,7 @@ __device__ inline void main_loop(Accumulator& x, const SharedTiles& shared, uint
 }
 
 struct Row {
-  float anchor, scale;  // what turns z - a into d / ln 2: powers of 2 are what the machine has
+  float anchor, scale;  // turn z - a into d / ln 2, because the hardware computes powers of 2
   int target;           // relative to the tile
   float rest, moment;
 };
@@ -133,7 +133,7 @@ __device__ inline Row row_at(const ProductArguments& given, int row, int first_c
   return found;
 }
 
-// exp(d), counted in the row's sums.
+// Returns exp(d) and adds it to the row's sums.
 __device__ __forceinline__ float exponential(Row& row, float z) {
   const float d = larger((z - row.anchor) * row.scale, UNDERFLOWN);
   const float e = power_of_two(d);
@@ -142,7 +142,7 @@ __device__ __forceinline__ float exponential(Row& row, float z) {
   return e;
 }
 
-// Logits at the rows' targets and beyond the vocabulary have no part in anything: their exponentials are 0.
+// Masks logits at the rows' targets and beyond the vocabulary: their exponentials are 0.
 __device__ inline void leave_out(float (&x)[TILE_COLUMNS / 2], const Row (&rows)[2], int columns) {
 #pragma unroll
   for (int j = 0; j < TILE_COLUMNS / 8; ++j) {
@@ -172,25 +172,25 @@ __device__ inline float over_four_lanes(float value) {
   return value + shuffle_xor(value, 2);
 }
 
-// Where a consumer leaves pieces of the result for their copies to memory, one after the other.
+// Staging buffer from which a consumer's pieces of the result are copied to memory, one after the other.
 template <bool WRITES>
 struct Pieces {
   unsigned char* base;
   int barrier;  // of the consumer's threads
 
-  // The swizzled place of a pair of results: 16-byte parts of a 128-byte row trade places by the row's number.
+  // The swizzled place of a pair of results: 16-byte parts of a 128-byte row are permuted by the row's number.
   __device__ __forceinline__ unsigned char* place(int number, int row, int column) const {
     return base + number % PLACES * PIECE_BYTES + row * 128 + (column * 2 ^ (row % 8 << 4));
   }
 
-  // The next place may be written.
+  // Waits until the next buffer may be written.
   __device__ __forceinline__ void begin() const {
     if constexpr (!WRITES) return;
     if (threadIdx.x % WARPGROUP == 0) stores_read<PLACES - 1>();
     numbered_sync(barrier, WARPGROUP);
   }
 
-  // It is written: its copy to (column, row) of the result begins.
+  // Starts the copy of the written buffer to (column, row) of the result.
   __device__ __forceinline__ void end(int number, const TensorMap& out, int64_t vocabulary, int row, int column) const {
     if constexpr (!WRITES) return;
     visible_to_copies();
@@ -202,7 +202,7 @@ struct Pieces {
   }
 };
 
-// Exponentials of PIECE columns of a tile, counted and left for their copy.
+// Exponentials of PIECE columns of a tile, added to the sums and staged for their copy.
 template <bool WRITES>
 __device__ __forceinline__ void exponentials(
     const float* x, Row (&rows)[2], const Pieces<WRITES>& pieces, int number, int first_row) {
@@ -213,7 +213,7 @@ __device__ __forceinline__ void exponentials(
       const float low = exponential(rows[i], x[4 * j + 2 * i]);
       const float high = exponential(rows[i], x[4 * j + 2 * i + 1]);
       if constexpr (WRITES) {
-        // The eighth row after has its parts in the same order.
+        // The row eight further has its parts in the same order.
         unsigned char* place = pieces.place(number, first_row, 8 * j + threadIdx.x % 4 * 2) + i * 8 * 128;
         *reinterpret_cast<uint32_t*>(place) = pack_bfloat16(low, high);
       }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void exponentials(
   }
 }
 
-// Exponentials and sums of a consumer's part of a tile; the exponentials, if wanted, to memory.
+// Exponentials and sums of a consumer's part of a tile; writes the exponentials if requested.
 template <bool WRITES>
 __device__ inline void epilogue(
     const ProductArguments& given, const TensorMap& out, Accumulator& x, const Tile& tile,
@@ -257,7 +257,7 @@ __device__ inline void epilogue(
   }
 }
 
-// One warpgroup: every other tile of this block.
+// Run by one warpgroup: every other tile of this block.
 template <bool WRITES>
 __device__ inline void consume(
     const ProductArguments& given, const TensorMap& out, const SharedTiles& shared, const Tiles& tiles, int steps,
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_kernel(
     registers_take<CONSUMER_REGISTERS>();
     consume<WRITES>(given, out, shared, tiles, steps, warpgroup);
   }
-  // The other blocks may still copy to this one, and arrive at its barriers.
+  // Other blocks may still copy to this one and arrive at its barriers, so its shared memory must outlive them.
   cluster_arrive();
   cluster_wait();
 }

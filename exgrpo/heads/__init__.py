@@ -1,4 +1,4 @@
-"""What stands behind a head: the arguments of the kernels from it, for code of one's own."""
+"""Arguments of the kernels from a language-model head: plain, adapted or sharded."""
 
 from exgrpo.heads.inputs import HeadInputs, VocabShardInputs, head_inputs, vocab_shard
 

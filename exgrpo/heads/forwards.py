@@ -1,4 +1,4 @@
-"""Replacing the forward of one module, and giving it back."""
+"""Reversible replacement of a module's forward."""
 
 import functools
 import inspect
@@ -14,10 +14,10 @@ Forward = Callable[..., Any]
 
 
 class _Bound:
-    """A function of a module with the module, as the module's forward.
+    """A function bound to a module as the module's forward.
 
-    Unlike a bound method it can be pickled within the module, and it shows the signature of the module's class, which
-    generate() and trainers look at.
+    Unlike a bound method it can be pickled within the module, and it has the signature of the module's class, which
+    generate() and trainers inspect.
     """
 
     def __init__(self, function: Forward, module: nn.Module) -> None:
@@ -32,7 +32,7 @@ class _Bound:
 
     @property
     def __func__(self) -> Forward:
-        """What accelerate wraps and binds again."""
+        """The unbound function, which accelerate wraps and binds again."""
         function = self.function
 
         @functools.wraps(type(self.module).forward)
@@ -48,41 +48,41 @@ class _Bound:
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """How to undo the replacement of a forward. A module that holds its own one may be copied deeply and pickled.
+    """Undo record of a replaced forward. A module that holds its own one may be copied deeply and pickled.
 
     Attributes:
-        attribute: what the instance had as its forward; None: nothing, a method of the class was called.
-        installed: what is called now.
+        attribute: forward in the instance's attributes before; None: it used the class's method.
+        installed: the current forward.
     """
 
     attribute: Forward | None
     installed: _Bound
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the forward as it was."""
+        """Call the original forward."""
         if self.attribute is not None:
             return self.attribute(*args, **kwargs)
         module = self.installed.module
         return type(module).forward(module, *args, **kwargs)
 
     def is_outermost(self, module: nn.Module) -> bool:
-        """Whether nothing else has replaced the module's forward since."""
+        """True if the module's forward has not been replaced again."""
         return module.forward is self.installed
 
     def undo(self, module: nn.Module) -> None:
-        """Gives the module the forward that it had."""
+        """Restore the original forward."""
         del module.forward
         if self.attribute is not None:
             module.forward = self.attribute
 
 
 def replace_forward(module: nn.Module, function: Forward) -> Replacement:
-    """Makes the module's forward call ``function(module, ...)``.
+    """Make the module's forward call ``function(module, ...)``.
 
     Args:
-        module: any module; hooks stay and run as before.
-        function: a function of a module, not a closure over this one, so that a deep copy of the module calls it
-            with the copy. One of a Python module, if it is to be pickled.
+        module: any module; its hooks run as before.
+        function: takes the module as its first argument, so that a deep copy calls it with the copy; do not close over
+            the module. For pickling it must be defined at module level.
     """
     replacement = Replacement(vars(module).get("forward"), _Bound(function, module))
     module.forward = replacement.installed
@@ -91,7 +91,7 @@ def replace_forward(module: nn.Module, function: Forward) -> Replacement:
 
 @contextmanager
 def replaced_forward(module: nn.Module, function: Forward) -> Iterator[None]:
-    """The module's forward calls ``function(module, ...)`` within the context."""
+    """Make the module's forward call ``function(module, ...)`` within the context."""
     replacement = replace_forward(module, function)
     try:
         yield

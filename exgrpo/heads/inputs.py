@@ -1,4 +1,4 @@
-"""What the kernels may compute with, out of heads that are adapted, quantised or sharded."""
+"""Kernel arguments from heads with adapters, tied or sharded weights; quantised heads are refused."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ class HeadInputs(NamedTuple):
     """Arguments of the kernels.
 
     Attributes:
-        hidden: hidden states, ``[..., D]``; ``[..., D + r]`` where adapters of joint rank r are part of the head.
+        hidden: hidden states, ``[..., D]``, or ``[..., D + r]`` with adapters of joint rank r.
         weight: ``[V, D]`` or ``[V, D + r]``.
         bias: ``[V]`` or None.
     """
@@ -26,12 +26,12 @@ class HeadInputs(NamedTuple):
 
 
 class VocabShardInputs(NamedTuple):
-    """Arguments of the kernels for a head that is split along V.
+    """Arguments of the kernels for a head sharded along V.
 
     Attributes:
-        weight: this rank's rows, ``[V_rank, D]``, a plain tensor whose gradient reaches the DTensor.
+        weight: this rank's rows, ``[V_rank, D]``, a plain tensor whose gradient flows to the DTensor.
         bias: this rank's entries, ``[V_rank]``, or None.
-        vocab_group: the ranks that share the vocabulary, in the order of their rows.
+        vocab_group: process group of the shards, in the order of their rows.
     """
 
     weight: Tensor
@@ -40,29 +40,29 @@ class VocabShardInputs(NamedTuple):
 
 
 def head_inputs(head: nn.Module, hidden: Tensor) -> HeadInputs:
-    r"""The hidden states and the parameters of a head as the kernels take them.
+    r"""Return hidden states and head parameters as the kernels take them.
 
-    A plain layer gives its own parameters, tied or not; a frozen one gets no gradient, and none is formed. With LoRA on
-    the head, :math:`h W^\top + s\,\mathrm{drop}(h) A^\top B^\top` is one product of longer rows,
-    :math:`[h, s\,\mathrm{drop}(h) A^\top]\,[W, B]^\top`: dropout stays as it is, gradients reach A and B, and a small
-    update is not lost in the rounding of :math:`W + s B A`. It costs a copy of W a call, and a gradient of its size.
+    A plain layer's own parameters are returned, tied or not; no gradient of a frozen one is computed. With LoRA on the
+    head, :math:`h W^\top + s\,\mathrm{drop}(h) A^\top B^\top` is one product of longer rows,
+    :math:`[h, s\,\mathrm{drop}(h) A^\top]\,[W, B]^\top`: dropout is unchanged, gradients flow to A and B, and a small
+    update is not lost in the rounding of :math:`W + s B A`. It costs a copy of W per call, and a gradient of its size.
 
-    Where an engine such as ZeRO-3 or FSDP gathers parameters, call it inside the forward of the head itself, as
+    If an engine such as ZeRO-3 or FSDP gathers parameters, call it inside the forward of the head itself, as
     :func:`exgrpo.integrations.transformers.patch_lm_head` does.
 
     Args:
         head: ``torch.nn.Linear`` or another layer with a weight ``[V, D]``, LoRA's layer of peft, or its wrapper for
             ``modules_to_save``.
-        hidden: what the head would be called with, ``[..., D]``.
+        hidden: input of the head, ``[..., D]``.
 
     Returns:
         HeadInputs: ``hidden``, ``weight`` and ``bias`` for :func:`exgrpo.kernels.linear_log_prob` and
         :func:`exgrpo.kernels.linear_policy_loss`.
 
     Raises:
-        TypeError: the head is quantised, or of a kind that has no weight ``[V, D]``.
-        RuntimeError: only a part of the weight is here: ZeRO-3 or FSDP has not gathered it, or it is split over ranks.
-        ValueError: an adapter that is not plain LoRA.
+        TypeError: the head is quantised, or has no weight ``[V, D]``.
+        RuntimeError: this rank has only a part of the weight: it is not gathered (ZeRO-3, FSDP) or sharded.
+        ValueError: an adapter is not plain LoRA.
 
     Example::
 
@@ -81,22 +81,21 @@ def head_inputs(head: nn.Module, hidden: Tensor) -> HeadInputs:
 
 
 def vocab_shard(weight: Tensor, bias: Tensor | None = None) -> VocabShardInputs:
-    """The local part of a head that tensor parallelism has split along V, and the group that computes with it.
+    """Return the local shard of a head that tensor parallelism has split along V, and its process group.
 
-    For ranks that hold the *same* hidden states. Under FSDP they differ: call the model there, its forward gathers the
-    head.
+    All ranks must hold the *same* hidden states. Under FSDP they differ: call the model; its forward gathers the head.
 
     Args:
-        weight: DTensor ``[V, D]``, placed as ``Shard(0)`` on a mesh of one dimension.
-        bias: DTensor ``[V]``, placed likewise, or None.
+        weight: DTensor ``[V, D]`` with placement ``Shard(0)`` on a mesh of one dimension.
+        bias: DTensor ``[V]`` with the same placement, or None.
 
     Returns:
         VocabShardInputs: ``weight``, ``bias`` and ``vocab_group`` for the kernels' arguments of these names. Gradients
-        come back to the DTensors with their placement.
+        flow to the DTensors with their placement.
 
     Raises:
-        TypeError: no DTensor.
-        ValueError: another placement or mesh.
+        TypeError: an argument is no DTensor.
+        ValueError: the placement or mesh is a different one.
 
     Example::
 
@@ -125,13 +124,13 @@ def vocab_shard(weight: Tensor, bias: Tensor | None = None) -> VocabShardInputs:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 has left this rank a part of the parameter only."""
+    """True if this rank has only its ZeRO-3 partition of the parameter."""
     whole = getattr(parameter, "ds_shape", None)
     return whole is not None and tuple(whole) != tuple(parameter.shape)
 
 
 def _saved_module(wrapper: Any) -> nn.Module:
-    """The module that peft's wrapper for modules_to_save calls now."""
+    """Return the active module of peft's wrapper for modules_to_save."""
     modules, active = wrapper.modules_to_save, wrapper.active_adapters
     if wrapper.disable_adapters or not active or active[0] not in modules:
         return wrapper.original_module
@@ -146,7 +145,7 @@ def _with_adapters(layer: Any, hidden: Tensor) -> HeadInputs:
         if adapter in layer.lora_variant:
             kind = type(layer.lora_variant[adapter]).__name__
             raise ValueError(f"head: {kind} of {adapter!r} is no plain LoRA; leave lm_head out of target_modules")
-    # Before any weight is touched: ZeRO-3 may release others when a module has been called.
+    # Call the modules before reading any weight: after a call, ZeRO-3 may release other gathered weights.
     low = [_low_rank(layer, adapter, hidden) for adapter in active]
     weight, bias = _parameters(layer.base_layer)
     if not active:
@@ -162,14 +161,14 @@ def _with_adapters(layer: Any, hidden: Tensor) -> HeadInputs:
 
 
 def _low_rank(layer: Any, adapter: str, hidden: Tensor) -> Tensor:
-    """What the adapter's B is multiplied with, [..., r], scaled."""
+    """Return the scaled input of the adapter's B, [..., r]."""
     down = layer.lora_A[adapter]
     low = down(layer.lora_dropout[adapter](hidden.to(down.weight.dtype)))
     return (low * layer.scaling[adapter]).to(hidden.dtype)
 
 
 def _parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a layer that has them whole and in floating point."""
+    """Return weight and bias of a layer; raise if they are incomplete or quantised."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     if not isinstance(weight, Tensor):
         raise TypeError(f"head: {_name(layer)} has no weight [V, D]; {_UNQUANTISED}")

@@ -1,7 +1,7 @@
-"""Running a function inside the forward of a head, where ZeRO-3 and FSDP have gathered the head's parameters.
+"""Run a function inside the forward of a head, while ZeRO-3 or FSDP has gathered the head's parameters.
 
-:func:`open_head` prepares a head. After that a caller that has hidden states calls :func:`compute`; a caller that runs
-a whole model, which calls its head by itself, uses :func:`compute_during`. All other calls of the head are as before.
+:func:`open_head` prepares a head. Then a caller with hidden states uses :func:`compute`, and a caller that runs the
+whole model, which calls its head itself, uses :func:`compute_during`. All other calls of the head are unchanged.
 """
 
 import threading
@@ -16,25 +16,25 @@ from exgrpo.heads.forwards import Replacement, replace_forward
 from exgrpo.heads.inputs import HeadInputs, head_inputs
 
 Function = Callable[[HeadInputs], Any]
-"""What runs instead of the head's product. Tensors in its result, a tensor or a tuple, may need gradients."""
+"""Replacement of the head's product; returns a tensor or a tuple, which may require gradients."""
 
 _KEY = "_exgrpo_head"
 
 
 @dataclass(frozen=True, eq=False)
 class _OpenHead:
-    """Kept on the head, so that a copy of the head has its own."""
+    """State of an open head; an attribute of the head, so that a copy of the head gets its own."""
 
     forward: Replacement
     handle: RemovableHandle
-    """Of `_keep_result` among the head's forward hooks; where it is loaded, new hooks get other keys."""
+    """Handle of the hook `_keep_result`; after unpickling it keeps new hooks from getting the same key."""
     hook: int
-    """Its key, which torch.compile can read."""
+    """Key of the hook, which torch.compile can read, unlike the handle."""
 
 
 @dataclass(eq=False)
-class _Call:
-    """A `compute_during` under way: what the head runs, and what came of it."""
+class _PendingCall:
+    """A running `compute_during`: the function for the head and its result."""
 
     head: nn.Module
     function: Function
@@ -43,25 +43,25 @@ class _Call:
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.call: _Call | None = None
+        self.call: _PendingCall | None = None
 
 
 _under_way = _OfThread()
-"""The innermost call of this thread. Threads may share a head."""
+"""The innermost call of this thread; threads may share a head."""
 
 
 def open_head(head: nn.Module) -> None:
-    """Prepares a head for :func:`compute` and :func:`compute_during`. In place; :func:`close_head` undoes it.
+    """Prepare a head for :func:`compute` and :func:`compute_during`, in place; :func:`close_head` undoes it.
 
     Args:
-        head: a module that is called with hidden states, ``[..., D]``; before or after an engine has wrapped its model.
+        head: a module called with hidden states, ``[..., D]``; before or after an engine has wrapped its model.
     """
     handle = head.register_forward_hook(_keep_result)
     vars(head)[_KEY] = _OpenHead(replace_forward(head, _forward), handle, handle.id)
 
 
 def close_head(head: nn.Module) -> None:
-    """Undoes :func:`open_head`."""
+    """Undo :func:`open_head`."""
     opened: _OpenHead = vars(head).pop(_KEY)
     opened.handle.remove()
     opened.forward.undo(head)
@@ -73,32 +73,32 @@ def is_open(head: nn.Module) -> bool:
 
 
 def is_outermost(head: nn.Module) -> bool:
-    """Whether nothing has replaced the forward of an open head since :func:`open_head`."""
+    """True if the forward of an open head has not been replaced since :func:`open_head`."""
     opened: _OpenHead = vars(head)[_KEY]
     return opened.forward.is_outermost(head)
 
 
 def compute(head: nn.Module, hidden: Tensor, function: Function) -> Any:
-    """Calls an open head with hidden states, and runs a function instead of its product.
+    """Call an open head with hidden states, running a function instead of its product.
 
     Args:
         head: an open head.
         hidden: hidden states, ``[..., D]``.
-        function: gets what :func:`~exgrpo.heads.inputs.head_inputs` makes of the head and the hidden states.
+        function: called with :func:`~exgrpo.heads.inputs.head_inputs` of the head and the hidden states.
 
     Returns:
-        What the function returns, as the hooks of engines have left it.
+        The function's result, after the hooks of engines.
 
     Raises:
-        TypeError, RuntimeError, ValueError: those of :func:`~exgrpo.heads.inputs.head_inputs`.
+        TypeError, RuntimeError, ValueError: as :func:`~exgrpo.heads.inputs.head_inputs`.
     """
     return head(hidden, function=function)
 
 
 def compute_during(head: nn.Module, function: Function, forward: Callable[[], Any]) -> tuple[Any, Any]:
-    """Runs a forward of the head's model, in which the head runs a function instead of its product.
+    """Run a forward of the head's model, in which the head runs a function instead of its product.
 
-    The model gets logits without any column from its head, ``[..., 0]``, so what it does with them costs nothing.
+    The head returns empty logits, ``[..., 0]``, to the model, so the model's code after the head costs nothing.
 
     Args:
         head: an open head.
@@ -106,17 +106,17 @@ def compute_during(head: nn.Module, function: Function, forward: Callable[[], An
         forward: calls the model.
 
     Returns:
-        tuple: what ``forward`` returns, and what the function has returned, as the hooks of engines have left it.
+        tuple: the results of ``forward`` and of the function, the latter after the hooks of engines.
 
     Raises:
         RuntimeError: the model did not call its head.
-        TypeError, ValueError: those of :func:`~exgrpo.heads.inputs.head_inputs`.
+        TypeError, ValueError: as :func:`~exgrpo.heads.inputs.head_inputs`.
     """
     opened: _OpenHead = vars(head)[_KEY]
     hooks = head._forward_hooks
-    if list(hooks)[-1] != opened.hook:  # the hooks of an engine that came later have to see the result first
+    if list(hooks)[-1] != opened.hook:  # run last: hooks that an engine added later must see the result first
         hooks.move_to_end(opened.hook)  # type: ignore[attr-defined]
-    outer, call = _under_way.call, _Call(head, function)
+    outer, call = _under_way.call, _PendingCall(head, function)
     _under_way.call = call
     try:
         output = forward()
@@ -127,7 +127,7 @@ def compute_during(head: nn.Module, function: Function, forward: Callable[[], An
     return output, call.result
 
 
-def _call_of(head: nn.Module) -> _Call | None:
+def _call_of(head: nn.Module) -> _PendingCall | None:
     call = _under_way.call
     return call if call is not None and call.head is head else None
 
@@ -138,7 +138,7 @@ def _forward(head: nn.Module, hidden: Tensor, *, function: Function | None = Non
     opened: _OpenHead = vars(head)[_KEY]
     if function is None:
         return opened.forward.own(hidden)
-    # Accelerate's, of a model on several devices, is around the forward that does not run.
+    # With a model on several devices, accelerate's hook wraps the original forward, which does not run here.
     hook = getattr(head, "_hf_hook", None)
     if hook is None:
         return function(head_inputs(head, hidden))
@@ -147,7 +147,7 @@ def _forward(head: nn.Module, hidden: Tensor, *, function: Function | None = Non
 
 
 def _keep_result(head: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor | None:
-    """Forward hook: takes the result of the function away, and hands on logits without any column."""
+    """Forward hook: store the function's result, and return empty logits to the model."""
     call = _call_of(head)
     if call is None:
         return None

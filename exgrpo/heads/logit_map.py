@@ -1,4 +1,4 @@
-"""What a causal LM of transformers does with its logits after the head, measured on numbers sent through its code."""
+"""Softcap and scale that a causal LM of transformers applies to its logits, measured by sending numbers through it."""
 
 import math
 from contextlib import ExitStack
@@ -15,12 +15,12 @@ _REMEDY = "use its logits with exgrpo.kernels.policy_loss"
 
 
 class LogitMap(NamedTuple):
-    """z -> cap(z) / temperature with cap(z) = softcap * tanh(z / softcap), the only map that the kernels have.
+    """z -> cap(z) / temperature with cap(z) = softcap * tanh(z / softcap), the only map that the kernels support.
 
     Attributes:
         temperature: above 0.
-        softcap: above 0, or None where nothing is capped.
-        memory: bytes that the kernels may take for it; None: as they think best.
+        softcap: above 0, or None for no cap.
+        memory: bytes that the kernels may take; None: the kernels' default.
     """
 
     temperature: float = 1.0
@@ -28,33 +28,33 @@ class LogitMap(NamedTuple):
     memory: int | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The map, elementwise."""
+        """Apply the map, elementwise."""
         capped = logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         return capped / self.temperature
 
     def options(self, temperature: float | Tensor) -> dict[str, Any]:
-        """Arguments of the kernels for the model's logits divided by a temperature, a number or one of each token."""
+        """Return kernel arguments for the model's logits divided by a temperature, one number or one per token."""
         return {"temperature": temperature * self.temperature, "softcap": self.softcap, "memory": self.memory}
 
 
 def measure(model: Any, *, direct: bool, memory: int | None = None) -> LogitMap:
-    """The map between the head of a causal LM and its logits.
+    """Measure the map from the head's output to the logits of a causal LM.
 
-    The model's own forward runs on a few tokens while its decoder returns small numbers as hidden states, and its head
-    returns :func:`probes`. So neither of them needs its weights: they may be partitioned or on the meta device.
+    The model's own forward runs on a few tokens, while its decoder returns small numbers as hidden states and its head
+    returns :func:`probes`. Neither needs its weights: they may be partitioned or on the meta device.
 
     Args:
-        model: causal LM of transformers, also one with adapters of peft. It is left as it was.
-        direct: whether the caller gives the hidden states of the decoder to the head by itself. A model that changes
-            them on the way is then refused.
-        memory: goes into the map.
+        model: causal LM of transformers, also with adapters of peft; unchanged afterwards.
+        direct: True if the caller itself passes the decoder's hidden states to the head. A model that changes them in
+            between is then refused.
+        memory: stored in the map.
 
     Returns:
-        LogitMap: what the kernels need in order to have the model's own probabilities.
+        LogitMap: options with which the kernels compute the model's probabilities.
 
     Raises:
-        ValueError: the model does something else with its logits, or calls its head several times or never, or
-            changes the hidden states although ``direct``.
+        ValueError: the model transforms its logits differently, calls its head several times or never, or changes the
+            hidden states although ``direct``.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     passage = _pass_numbers(model)
@@ -70,13 +70,13 @@ def measure(model: Any, *, direct: bool, memory: int | None = None) -> LogitMap:
 
 
 def probes(vocabulary: int, device: torch.device) -> Tensor:
-    """Numbers that tell maps apart, [1, P, vocabulary] float64, each at one of P positions and in all columns."""
+    """Return numbers that identify a map, [1, P, vocabulary] float64: one per position, the same in all columns."""
     column = torch.tensor(_PROBES, dtype=torch.float64, device=device)
     return column[None, :, None].expand(1, len(_PROBES), vocabulary)
 
 
 def fitted(sent: Tensor, received: Tensor) -> LogitMap | None:
-    """The map that made ``received`` of ``sent``, both as :func:`probes` shapes them; None: it is none of these."""
+    """Fit the map from ``sent`` to ``received``, both shaped like :func:`probes`; None if no map fits."""
     if received.shape != sent.shape:
         return None
     slope, at_largest = (received[0, :2, 0].double() / sent[0, :2, 0]).tolist()
@@ -84,20 +84,20 @@ def fitted(sent: Tensor, received: Tensor) -> LogitMap | None:
         return None
     slope, limit = _as_written(slope), _as_written(received[0, 1, 0].item())
     logit_map = LogitMap(1 / slope, None if at_largest >= 0.5 * slope else limit / slope)
-    # Code that computes in float32 is as good as one that computes in float64; no map of another kind comes this close.
+    # Tolerance for code that computes in float32; no map of another kind comes this close.
     same = torch.allclose(logit_map(sent), received.double(), rtol=1e-5, atol=1e-9)
     return logit_map if same else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Passage:
-    """What went through a model's code.
+    """Values that passed through a model's code.
 
     Attributes:
-        hidden: what the decoder returned, [1, P, D].
-        at_head: what the head got in each of its calls.
-        sent: what the head returned, [1, P, V].
-        received: the logits that the model made of that.
+        hidden: output of the decoder, [1, P, D].
+        at_head: input of each call of the head.
+        sent: output of the head, [1, P, V].
+        received: the model's logits for that output.
     """
 
     hidden: Tensor
@@ -121,7 +121,7 @@ def _pass_numbers(model: Any) -> _Passage:
         at_head.append(hidden)
         return sent.clone()
 
-    # A model calls its base model, or the decoder in it; where they are the model itself, all of its code runs.
+    # A model calls its base model or the decoder in it. If they are the model itself, all of its code runs.
     decoders = {model.base_model, model.get_decoder()} - {model}
     with ExitStack() as stack:
         for decoder in decoders:
@@ -132,7 +132,7 @@ def _pass_numbers(model: Any) -> _Passage:
 
 
 def _decoder_output(hidden: Tensor) -> Any:
-    """The output of a decoder of any kind; of what it may hold beside hidden states there is nothing."""
+    """Return an output for any kind of decoder; all fields other than the hidden states are None."""
     from transformers.modeling_outputs import BaseModelOutput
 
     class DecoderOutput(BaseModelOutput):
@@ -148,5 +148,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_written(number: float) -> float:
-    """The number of a configuration, which has few digits, out of one with rounding errors."""
+    """Round away floating-point noise: numbers in configurations have few digits."""
     return float(f"{number:.12g}")

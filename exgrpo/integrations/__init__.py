@@ -1,1 +1,1 @@
-"""Drop-ins for other codebases, each a thin module on :mod:`exgrpo.kernels`, imported when asked for."""
+"""Drop-ins for other codebases, each a thin module on :mod:`exgrpo.kernels`, imported on demand."""

@@ -10,41 +10,37 @@ from exgrpo.kernels import importance_ratio, linear_log_prob, linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Of Liger's loss types those that average the clipped objectives of tokens."""
+COVERED = {"loss_type": LOSS_TYPES, "importance_sampling_level": ("token",), "delta": (None,)}
+"""Supported values of Liger's options: averages of the tokens' clipped objectives."""
 
 
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
     r"""The GRPO loss of a batch of completions from hidden states and head, called like Liger's module of this name.
 
     The objective of a token is :math:`\min(w A, \mathrm{clip}(w, 1 - \mathrm{low}, 1 + \mathrm{high}) A) - \beta K`,
-    with the importance ratio w and the k3 estimate K of the divergence from a reference model. ``loss_type`` says how
-    the tokens' losses are averaged. Without a divergence the logits are computed once
-    (:func:`exgrpo.kernels.linear_policy_loss`); with one they are computed again in the backward
+    with the importance ratio w and the k3 estimate K of the divergence from a reference model. ``loss_type`` selects
+    the average over tokens. Without a divergence the logits are computed once
+    (:func:`exgrpo.kernels.linear_policy_loss`); with one they are recomputed in the backward
     (:func:`exgrpo.kernels.linear_log_prob`).
 
     Args:
-        beta: weight of the divergence from the reference; 0: there is none.
-        compiled: without effect, nothing is compiled.
-        use_ref_model: whether the call gets a reference; without one the divergence is 0.
-        chunk_size: without effect, chunks are chosen by their bytes.
-        epsilon_low: ratios are clipped to at least ``1 - epsilon_low``,
-        epsilon_high: and to at most ``1 + epsilon_high``.
+        beta: weight of the divergence from the reference; 0: no divergence.
+        compiled, chunk_size: ignored: nothing is compiled, and chunks are chosen by their bytes.
+        use_ref_model: True if a reference is passed to the call; without one the divergence is 0.
+        epsilon_low: ratios are clipped to at least ``1 - epsilon_low``.
+        epsilon_high: ratios are clipped to at most ``1 + epsilon_high``.
         loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"`` or ``"dapo"``.
-        max_completion_length: what ``"dr_grpo"`` divides each row by.
+        max_completion_length: divisor of each row for ``"dr_grpo"``.
         importance_sampling_level: ``"token"``.
-        sapo_temperature_pos: without effect, as is the next: loss type ``"sapo"`` is refused.
-        sapo_temperature_neg: see there.
-        temperature: what the logits are divided by, above 0.
+        sapo_temperature_pos, sapo_temperature_neg: ignored: loss type ``"sapo"`` is refused.
+        temperature: divisor of the logits, above 0.
         delta: None.
-        use_bias_correction_kl: multiplies the divergence of a token by its importance ratio.
-        vespo_k_pos: without effect, as are the next three: loss type ``"vespo"`` is refused.
-        vespo_lambda_pos: see there.
-        vespo_k_neg: see there.
-        vespo_lambda_neg: see there.
-        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not of Liger's loss.
+        use_bias_correction_kl: multiply the divergence of a token by its importance ratio.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: ignored: loss type ``"vespo"`` is refused.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not in Liger's loss.
 
     Raises:
-        ValueError: an option that this objective does not cover, by its name.
+        ValueError: an option is not covered by this objective; the message names it.
     """
 
     def __init__(
@@ -71,12 +67,14 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         memory: int | None = None,
     ) -> None:
         super().__init__()
-        if loss_type not in LOSS_TYPES:
-            raise _not_covered("loss_type", loss_type, f"one of {', '.join(map(repr, LOSS_TYPES))}")
-        if importance_sampling_level != "token":
-            raise _not_covered("importance_sampling_level", importance_sampling_level, "'token'")
-        if delta is not None:
-            raise _not_covered("delta", delta, "None")
+        given = {"loss_type": loss_type, "importance_sampling_level": importance_sampling_level, "delta": delta}
+        for name, value in given.items():
+            if value not in COVERED[name]:
+                raise ValueError(
+                    f"{name}: {value!r} is no objective of exgrpo.kernels, expected "
+                    f"{' or '.join(map(repr, COVERED[name]))}; for others keep "
+                    "liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss"
+                )
         self.beta = beta
         self.memory = memory
         self.use_ref_model = use_ref_model
@@ -102,33 +100,33 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        r"""The loss of B completions of up to L tokens.
+        """Compute the loss of B completions of up to L tokens.
 
         Args:
             _input: hidden states, ``[B, L, D]``.
             lin_weight: the head, ``[V, D]``.
             selected_token_ids: the completions, ``[B, L]``, int64, in ``[0, V)`` where the mask is not 0.
-            attention_mask: ``[B, L]``, any dtype; 0 leaves a position out, whatever it holds.
+            attention_mask: ``[B, L]``, any dtype; 0 masks a position, whatever its contents.
             advantages: ``[B]``. Constant.
             bias: ``[V]``.
             ref_per_token_logps: log-probabilities under the reference model, ``[B, L]``. Constant.
-            old_per_token_logps: those under the policy that generated the tokens, ``[B, L]``. Constant. None: the
-                present policy did, every ratio is 1.
-            ref_input: hidden states of the reference model, ``[B, L, E]``, where its log-probabilities are not given.
+            old_per_token_logps: log-probabilities under the policy that generated the tokens, ``[B, L]``. Constant.
+                None: the current policy did, every ratio is 1.
+            ref_input: hidden states of the reference model, ``[B, L, E]``, used without ``ref_per_token_logps``.
             ref_weight: its head, ``[V, E]``.
             ref_bias: ``[V]``.
             vllm_is_ratio: weight of each token's policy objective, at least 0, ``[B, L]``, ``[B, 1]`` or ``[B]``.
-            num_items_in_batch: tokens of the whole batch on all processes, for ``"dapo"``; None: those of this call are
-                counted.
+            num_items_in_batch: tokens of the whole batch on all processes, for ``"dapo"``; None: count the tokens of
+                this call.
 
         Returns:
             tuple: the loss, a differentiable scalar, and its metrics, detached scalars: the mean divergence (if
-            ``beta`` is not 0) and the share of tokens that are clipped. float32 (float64 for float64 inputs).
+            ``beta`` is not 0) and the share of clipped tokens. float32 (float64 for float64 inputs).
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: an argument has the wrong shape, device or value, or the reference is missing, or
-                ``max_completion_length``.
+            ValueError: an argument has the wrong shape, device or value, or the reference or
+                ``max_completion_length`` is missing.
         """
         mask = attention_mask != 0
         kept = selected_token_ids.masked_fill(~mask, IGNORED)
@@ -161,7 +159,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return loss, (_share(divergence.detach(), mask), clipped)
 
     def _average(self, mask: Tensor, num_items_in_batch: float | Tensor | None) -> tuple[Tensor, Tensor]:
-        """The weight of each row [B], and the number by which the weighted sum of all tokens is divided."""
+        """Return the weight of each row [B] and the divisor of the weighted sum over tokens."""
         lengths = mask.sum(-1).float()
         rows = len(mask)
         weight, tokens = torch.ones_like(lengths), lengths.sum()
@@ -184,7 +182,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """Log-probabilities of the reference model [B, L]."""
         if not self.use_ref_model:
             return log_prob.detach()
         if given is not None:
@@ -197,7 +194,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             ).log_prob
 
     def _divergence(self, log_prob: Tensor, old_log_prob: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-        """The k3 estimate of each token [B, L], 0 where left out."""
+        """Return the k3 estimate of each token [B, L], 0 where masked."""
         log_ratio = reference.masked_fill(~mask, 0) - log_prob
         divergence = log_ratio.expm1() - log_ratio
         if self.use_bias_correction_kl:
@@ -205,21 +202,14 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         return divergence
 
     def _clipped_share(self, ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The share of tokens whose ratio is beyond the bound on the side to which the advantage pushes."""
+        """Return the share of tokens beyond the bound to which their advantage pushes."""
         below, above = ratio < 1 - self.clip[0], ratio > 1 + self.clip[1]
         sign = advantages.unsqueeze(-1)
         return _share((below & (sign < 0)) | (above & (sign > 0)), mask)
 
 
-def _not_covered(name: str, value: object, covered: str) -> ValueError:
-    return ValueError(
-        f"{name}: {value!r} is no objective of exgrpo.kernels, expected {covered}; "
-        "for others keep liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss"
-    )
-
-
 def _tokens_of_a_process(tokens: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor:
-    """The mean number of tokens of a process, from those of this one or of all of them together."""
+    """Return the mean number of tokens per process, from this process's count or the given total."""
     distributed = dist.is_available() and dist.is_initialized()
     if num_items_in_batch is not None:
         tokens = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=tokens.device)
@@ -229,7 +219,7 @@ def _tokens_of_a_process(tokens: Tensor, num_items_in_batch: float | Tensor | No
 
 
 def _per_token(weight: Tensor | None, mask: Tensor) -> Tensor:
-    """Weights [B, L] of tokens, given for each of them or for their rows; 1 without any."""
+    """Expand weights of tokens or rows to [B, L]; None means 1."""
     if weight is None:
         return torch.ones_like(mask, dtype=torch.float32)
     rows = weight.unsqueeze(-1) if weight.dim() == 1 else weight
@@ -240,5 +230,5 @@ def _per_token(weight: Tensor | None, mask: Tensor) -> Tensor:
 
 
 def _share(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the tokens that the mask keeps."""
+    """Return the mean over unmasked tokens."""
     return (values * mask).sum() / mask.sum().clamp(min=1)

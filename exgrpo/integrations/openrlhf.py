@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def log_probs_from_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of labels under a linear head: OpenRLHF's ``log_probs_from_logits`` one product earlier.
+    """Return log-probabilities of labels from hidden states; OpenRLHF's ``log_probs_from_logits`` takes logits.
 
-    Differentiable in ``hidden`` and ``weight``. For the entropies as well, its ``compute_entropy``, call
-    :func:`exgrpo.kernels.linear_log_prob`, which gives both for the price of one.
+    Differentiable in ``hidden`` and ``weight``. If you also need entropies (OpenRLHF's ``compute_entropy``), call
+    :func:`exgrpo.kernels.linear_log_prob`, which returns both at the cost of one.
 
     Args:
         hidden: hidden states, ``[..., D]``; float16, bfloat16, float32 or float64.
         weight: the head, ``[V, D]``, of the same dtype.
         labels: index of each token, ``[...]``, int64, in ``[0, V)``, or -100: such a position is 0 and costs nothing.
-        temperature: what the logits are divided by, above 0. The hidden states stay as they are, where OpenRLHF
-            divides the caller's logits in place.
+        temperature: divisor of the logits, above 0. The hidden states are not modified, whereas OpenRLHF divides the
+            caller's logits in place.
 
     Returns:
         Tensor: log-probabilities shaped like ``labels``, in nats, float32 (float64 for float64 inputs).
@@ -43,14 +43,13 @@ def log_probs_from_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, temper
 
 
 def patch_actor(actor: Any, *, memory: int | None = None) -> Callable[[], None]:
-    """Makes an OpenRLHF ``Actor`` compute log-probabilities and entropies in its head, without logits.
+    """Make an OpenRLHF ``Actor`` compute log-probabilities and entropies in its head, without logits.
 
-    Its forward is called as before and returns what it returned: action log-probabilities, or all of them, and with
+    The forward keeps its arguments and results: log-probabilities of actions or of all tokens, and with
     ``return_output`` the model's output with ``entropy``, whose ``logits`` are None. Without sample packing, positions
-    that the action mask leaves out do not enter the head; their entropies are 0. A call that asks for logits (no
-    action mask, no ``return_logprobs``) gets them from OpenRLHF's forward. The head's own weight is used in its own
-    forward, so that DeepSpeed's hooks gather it. A softcap or a scale that the model gives its logits is measured here,
-    and the results have it.
+    outside the action mask skip the head; their entropies are 0. A call for logits (no action mask, no
+    ``return_logprobs``) uses OpenRLHF's forward. The head's weight is used in the head's own forward, so that
+    DeepSpeed's hooks gather it. A softcap or scale of the model's logits is measured here and applied.
 
     Args:
         actor: an ``openrlhf.models.Actor`` of a text model whose head is a plain ``torch.nn.Linear``, before or
@@ -58,11 +57,11 @@ def patch_actor(actor: Any, *, memory: int | None = None) -> Callable[[], None]:
         memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
-        Callable[[], None]: gives the actor its own forward back.
+        Callable[[], None]: restores the actor's own forward.
 
     Raises:
-        TypeError: the head is no plain linear layer: one with LoRA, or a quantised one.
-        ValueError: the actor is patched already, or of a vision-language model, or its model does more with its logits
+        TypeError: the head is no plain linear layer: it has LoRA or is quantised.
+        ValueError: the actor is patched already, its model is a vision-language model, or its logits go through more
             than a softcap and a scale.
     """
     model = _text_model(actor)
@@ -79,7 +78,7 @@ def patch_actor(actor: Any, *, memory: int | None = None) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the model gets, what its head scores, and the way back to ``[B, L]``."""
+    """The model's inputs, the labels to score, and a function that restores shape ``[B, L]``."""
 
     sequences: Tensor
     attention_mask: Tensor | None
@@ -89,8 +88,6 @@ class _Tokens:
 
 
 class _ScoredActor:
-    """An actor whose forward has log-probabilities and entropies computed in its head."""
-
     def __init__(self, actor: Any, head: nn.Module, logit_map: LogitMap) -> None:
         self.actor, self.head, self.logit_map = actor, head, logit_map
         self.actor_forward = actor.forward
@@ -107,7 +104,6 @@ class _ScoredActor:
         packed_seq_lens: list[int] | None = None,
         return_entropy: bool = False,
     ) -> Any:
-        """The actor's forward; see :func:`patch_actor`."""
         if action_mask is None and not return_logprobs:
             return self.actor_forward(
                 sequences,
@@ -163,7 +159,7 @@ def _packed(sequences: Tensor, attention_mask: Tensor, ring_attn_group: "Process
 
 
 def _text_model(actor: Any) -> Any:
-    """The actor's model without DeepSpeed's wrapper; one of peft may be around it."""
+    """Return the actor's model without DeepSpeed's wrapper; a wrapper of peft may remain."""
     if "forward" in vars(actor):
         raise ValueError("actor: its forward is replaced already; call what patch_actor returned to undo that")
     if getattr(actor, "is_vlm", False):

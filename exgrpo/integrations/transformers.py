@@ -1,4 +1,4 @@
-"""Causal LMs of transformers that return log-probabilities and entropies instead of logits."""
+"""Patch for causal LMs of transformers that returns log-probabilities and entropies instead of logits."""
 
 import functools
 from collections.abc import Iterator
@@ -22,33 +22,30 @@ with needs(__name__, "transformers"):
     from transformers.utils import ModelOutput
 
 MARK = "_exgrpo"
-"""Attribute of a patched model."""
+"""Attribute of a patched model that holds its state."""
 COMPARED = 8
-"""Tokens for which the results are compared with the model's own logits."""
+"""Number of tokens whose results are compared with the model's own logits."""
 
 
 @dataclass
 class TokenOutput(ModelOutput):
-    """What a patched model returns for labels. Position i of a row scores ``labels[:, i + 1]``.
+    """Output of a patched model for labels. Position i of a row scores ``labels[:, i + 1]``.
 
     Attributes:
         loss: the model's own loss, a scalar: mean negative log-probability of the labels that are not -100 (their sum
-            over ``num_items_in_batch`` where that is given), plus the router's loss where the model reports one.
-            Without any label it is 0.
-        log_prob: log-probability of each label in nats, ``[B, L]`` float32 (float64 for float64 models). Position i is
-            that of ``labels[:, i + 1]``; the last one and those of labels -100 are 0.
-        entropy: entropy in nats of the distribution that ``log_prob`` is of, likewise.
-        past_key_values: as the model returns it, like all below; ``cache`` since transformers 5.24.
-        hidden_states: hidden states of each layer, where asked for.
-        attentions: attention weights of each layer, where asked for.
-        router_logits: logits of the routers, where asked for.
-        aux_loss: load-balancing loss of the routers, where asked for.
+            over ``num_items_in_batch`` if that is given), plus the router's loss if the model reports one. 0 without
+            any label.
+        log_prob: log-probability of each label in nats, ``[B, L]`` float32 (float64 for float64 models). Position i
+            scores ``labels[:, i + 1]``; the last position and labels of -100 are 0.
+        entropy: entropy in nats of the same distributions, same shape and dtype.
+        past_key_values: the model's own, like all below; ``cache`` since transformers 5.24.
+        hidden_states, attentions, router_logits, aux_loss: the model's own, if requested.
     """
 
     loss: Tensor | None = None
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
-    # By the name that models of this version return it by: ModelOutput of 5.24 renames the old one.
+    # Since 5.24 models return it as `cache`, and ModelOutput renames the old field.
     if "cache" in CausalLMOutputWithPast.__annotations__:
         cache: Any = None
     else:
@@ -61,7 +58,7 @@ class TokenOutput(ModelOutput):
 
 @dataclass(frozen=True, eq=False)
 class _PatchedModel:
-    """Kept on the model, so that a copy of it has its own."""
+    """State of a patched model; an attribute of the model, so that a copy gets its own."""
 
     forward: Replacement
     head: nn.Module
@@ -70,31 +67,31 @@ class _PatchedModel:
 
 
 def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None = None) -> nn.Module:
-    """Makes a forward with labels return log-probabilities and entropies without logits. In place, and reversible.
+    """Make a forward with labels return log-probabilities and entropies without logits. In place, reversible.
 
     A forward with the keyword ``labels`` then returns a :class:`TokenOutput`: its ``loss`` is the model's own, its
     ``log_prob`` and ``entropy`` are per token and differentiable. Further keywords of such a forward are
-    ``temperature`` (a number, or a tensor shaped like ``labels``) and, instead of ``labels``, ``shift_labels``
-    ``[B, L]`` that are shifted already. A forward without labels, hence ``generate``, is as before.
+    ``temperature`` (a number, or a tensor shaped like ``labels``) and, instead of ``labels``, the already shifted
+    ``shift_labels`` ``[B, L]``. A forward without labels, hence ``generate``, is unchanged.
 
-    The model's own code runs up to the head. What it does with the logits afterwards (a softcap, a scale) is measured
-    here, on numbers sent through that code; then the results for a few tokens are compared with the model's own logits.
-    So a model that computes its logits in another way is refused, and no list of architectures is needed. This takes
-    two forwards of a few tokens, collective where the parameters are sharded.
+    The model's own code runs up to the head. Its code after the head (a softcap, a scale) is measured here, by sending
+    numbers through it; then the results for a few tokens are compared with the model's own logits. A model that
+    computes its logits in another way is thus refused, without a list of architectures. This takes two forwards of a
+    few tokens, which are collective if the parameters are sharded.
 
     Args:
-        model: causal LM of transformers, also one with adapters of peft. Patch after adding adapters and
-            before wrapping in DDP or ``torch.compile``; one that ZeRO-3 has partitioned while it was loaded only after
-            ``deepspeed.initialize`` (``engine.module``).
+        model: causal LM of transformers, also with adapters of peft. Patch it after adding adapters and before wrapping
+            it in DDP or ``torch.compile``; if ZeRO-3 has partitioned it while loading, patch ``engine.module`` after
+            ``deepspeed.initialize``.
         backend: backend of :mod:`exgrpo.kernels`.
-        memory: bytes that they may take, see :func:`exgrpo.kernels.linear_log_prob`.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: no causal LM of transformers, or its head is quantised.
-        ValueError: it is patched already, there is no such backend, or its logits are not those of the kernels.
+        ValueError: it is patched already, the backend is unknown, or its logits differ from the kernels'.
         RuntimeError: the parameters are sharded and nothing gathers them yet.
 
     Example::
@@ -124,16 +121,16 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None
 
 
 def unpatch_lm_head(model: nn.Module) -> nn.Module:
-    """Undoes :func:`patch_lm_head`.
+    """Undo :func:`patch_lm_head`.
 
     Args:
         model: a patched model.
 
     Returns:
-        The same model, whose forwards are those it had.
+        The same model with its original forwards.
 
     Raises:
-        ValueError: the model is not patched, or its forward was replaced once more since.
+        ValueError: the model is not patched, or its forward has been replaced again since.
     """
     if not hasattr(model, MARK):
         raise ValueError(f"model: {type(model).__name__} is not patched")
@@ -189,8 +186,8 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any], backend
     if target.shape != head.hidden.shape[:-1]:
         expected = f"{list(head.hidden.shape[:-1])}, that of the hidden states"
         raise ValueError(
-            f"labels: expected shape {expected}, got {list(target.shape)}; instead of logits_to_keep, label what "
-            "shall be left out -100: it costs nothing"
+            f"labels: expected shape {expected}, got {list(target.shape)}; instead of logits_to_keep, set the labels "
+            "of unwanted positions to -100: they cost nothing"
         )
     target = target.to(head.hidden.device)
     return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, backend=backend, **options)
@@ -199,7 +196,6 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any], backend
 def _own_loss(
     model: Any, log_prob: Tensor, target: Tensor, items: int | Tensor | None, aux_loss: Tensor | None
 ) -> Tensor:
-    """The loss of transformers for causal LMs."""
     if items is None:
         items = (target != IGNORED).sum().clamp(min=1)
     elif isinstance(items, Tensor):
@@ -231,13 +227,13 @@ def _compared_tokens(model: Any) -> Tensor:
 
 
 def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:
-    """The fused results against the model's own logits, to what rounding to its dtype explains."""
+    """Compare the fused results with the model's own logits, within what rounding to its dtype explains."""
     exact = logits[0, :-1].double().log_softmax(-1)
     log_prob = exact.gather(-1, tokens[0, 1:, None]).squeeze(-1)
     entropy = -(exact.exp() * exact).sum(-1)
     pairs = zip(result, (log_prob, entropy), strict=True)
     error = max(float((ours[0, :-1].double() - own).abs().max()) for ours, own in pairs)
-    # At least 2^-13 a number: matrix products of a GPU may take float32 as TF32.
+    # At least 2^-13 per number: GPUs may multiply float32 as TF32.
     allowed = 4 * max(torch.finfo(logits.dtype).eps, 2**-13) * (1 + float(logits.abs().max()))
     if not error <= allowed:
         raise ValueError(
@@ -248,7 +244,7 @@ def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and without dropout; every module is in its mode again afterwards."""
+    """Disable gradients and dropout; restore every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

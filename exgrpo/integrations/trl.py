@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.extras import needs
-from exgrpo.integrations.trl_loss import FusedLossMixin, Objective, at_temperature
+from exgrpo.integrations.trl_loss import FusedLossMixin, LossArguments, at_temperature
 
 with needs(__name__, "exgrpo[trl]"):
     import numpy as np
@@ -44,24 +44,24 @@ with needs(__name__, "exgrpo[trl]"):
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
 EXPERIENCE = "experience"
-"""Folder of the experience in a checkpoint."""
+"""Folder of the stored answers in a checkpoint."""
 
 
 class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
-    """GRPOTrainer that replays earlier successes beside fresh answers.
+    """GRPOTrainer with experience replay: it trains on stored successes in addition to fresh answers.
 
-    Takes the arguments of `trl.GRPOTrainer`; tools and environments go with compositions that add stored answers to
-    fresh ones. An answer is a success if the sum of its weighted rewards is at least `success` (see `bucket_by` for
-    continuous rewards); where no answer is one, or every one, although rewards differ, a warning says so. Rows of
-    `train_dataset` that agree in all columns but `index` are one question, of which the first row stays. The data
-    loader only says how many steps there are: which questions make a generation is decided by the experience, so that
-    they give way to replayed ones and solved ones leave. Training stops once all are solved.
+    Takes the arguments of `trl.GRPOTrainer`; tools and environments need compositions that add stored answers to fresh
+    ones. An answer is a success if the sum of its weighted rewards is at least `success` (see `bucket_by` for
+    continuous rewards); a warning is issued if no answer or every answer is one although rewards differ. Rows of
+    `train_dataset` that agree in all columns but `index` are one question; the first row is kept. The data loader only
+    sets the number of steps: the experience chooses the questions of a generation, so that replayed ones replace fresh
+    ones and solved ones are dropped. Training stops once all are solved.
 
     Attributes:
-        replay: what is stored, which questions are solved, and whether replay has begun.
-        generation: number of generations taken in so far. What is a training step to `exgrpo.train` is one here, so
-            this is the step of a trajectory, and what `max_age` counts.
-        prompts: what questions were asked with, where `rollout_func` or an environment makes it.
+        replay: stored answers, solved questions, and whether replay has begun.
+        generation: number of generations so far. It takes the place of `exgrpo.train`'s training step: the step of a
+            trajectory, and the unit of `max_age`.
+        prompts: prompts of questions, if `rollout_func` or an environment makes them.
 
     Raises:
         TypeError: `args` is no ExGRPOConfig, or `train_dataset` no `datasets.Dataset`.
@@ -91,12 +91,14 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self.prompts = Prompts()
         self._rollout_func: Any = self.rollout_func
         self.rollout_func: Any = self._rollout_func and self._roll_out
-        self._questions: list[int] = []  # of the rows of this process, while a generation is made
-        self._stored: dict[int, list[int]] = {}  # tokens by row of this process, while a generation is made
-        self._rewards = np.empty(0)  # of all rows of all processes in that generation
-        self._mixed = False  # whether any process has a stored answer in the place of a fresh one in it
-        self._replays = False  # whether the generation that is trained on replays anything
-        self._rows = math.nan  # of a micro-batch of it, on average, without those that fill up
+        # While a generation is made:
+        self._questions: list[int] = []  # question of each row of this process
+        self._stored: dict[int, list[int]] = {}  # tokens of stored answers, by row of this process
+        self._rewards = np.empty(0)  # rewards of all rows of all processes
+        self._mixed = False  # True if a stored answer replaces a fresh one on any process
+        # While it is trained on:
+        self._replays = False  # True if it has replayed answers
+        self._rows = math.nan  # mean rows per micro-batch, without padding rows
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
@@ -127,7 +129,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return output
 
     def _refilled(self, batch: StepBatch, questions: int, multiple: int) -> StepBatch:
-        """The batch, and behind it groups of further questions while too few have a gradient."""
+        """Append groups of further questions to the batch while too few groups have a gradient."""
         for _ in range(self.args.refills):
             more = refill(self.replay, batch, questions, self.generation, multiple)
             if not more:
@@ -140,10 +142,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _answer(
         self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
     ) -> tuple[dict[str, Tensor], StepBatch]:
-        """TRL's batch of K rows for each planned group, and the graded answers of all processes.
+        """Return TRL's batch of K rows per planned group, and the graded answers of all processes.
 
-        With `behind`, these answers come behind TRL's batch of another call, which has no importance ratios of them:
-        here these are factors.
+        With `behind`, they join TRL's batch of an earlier call, which lacks their importance ratios: these become
+        factors.
         """
         place = placed(groups, stored, self.num_generations)
         self._mixed = bool((place >= 0).any())
@@ -153,7 +155,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         mine = np.flatnonzero((place >= first) & (place < first + rows))
         self._stored = {int(place[i]) - first: stored.token[stored.at(i)].tolist() for i in mine.tolist()}
         self._questions = of_row[first : first + rows].tolist()
-        if self._mixed and (self.tools or self.environment_factories):  # a function of one's own composes
+        if self._mixed and (self.tools or self.environment_factories):  # by a user's own `compose` function
             raise ValueError(in_place_of_turns("tools, environment_factory", self.args.compose))
         output = super()._generate_and_score_completions([self.train_dataset[one] for one in self._questions])
         if "old_per_token_logps" not in output:
@@ -171,7 +173,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return output, StepBatch(stored.question, **columns).beside(stored)
 
     def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
-        """The fresh answers of this process as columns of a batch; those that TRL masks have no token."""
+        """Return this process's fresh answers as columns of a batch; answers masked by TRL have no tokens."""
         rows = np.array([i for i in range(len(output["completion_ids"])) if i not in self._stored], np.int64)
         names = ("completion_ids", "completion_mask", "old_per_token_logps")
         ids, mask, log_probs = (output[name].cpu()[rows] for name in names)
@@ -191,7 +193,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         }
 
     def _trained_batch(self, output: dict[str, Tensor], batch: StepBatch, planned: int) -> dict[str, Tensor]:
-        """This process's share of what is trained on, from TRL's batch of the first `planned` groups."""
+        """Return this process's share of the training batch, from TRL's batch of the first `planned` groups."""
         samples, steps = self.num_generations, self.args.steps_per_generation
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
         place = places(batch, planned, samples)
@@ -201,12 +203,12 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         self.weigher(batch)
         rows = batch.rows_of(batch.trained)
         self._replays = bool(batch.replayed[rows].any())
-        # TRL cuts the rows of a process into equal micro-batches, and compares numbers of all processes row by row.
+        # TRL splits a process's rows into equal micro-batches, and gathers metrics of all processes row by row.
         per_process = len(output["advantages"])
         dealt = deal(rows, place, per_process, processes)
         size = steps * max(1, math.ceil(max(map(len, dealt)) / steps))
-        # Losses that are means over rows or over tokens of a generation do not count those that fill up. (bnpo is a
-        # mean over the tokens of each micro-batch, which has them by its mask.)
+        # Means over the rows or tokens of a generation must not count padding rows. (bnpo is a mean over the unmasked
+        # tokens of each micro-batch, so it needs no correction.)
         self._rows = max(1, len(rows)) / (processes * steps)
         output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.written[rows].sum()))
         mine = dealt[index]
@@ -215,7 +217,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict[str, Any], num_generations: int, **kwargs: Any
     ) -> tuple[list, list | None]:
-        """TRL's, without generating for rows that are replayed."""
+        """Generate as TRL does, but only for fresh rows."""
         if self.model.training and images:  # within messages, or given by a tool
             raise ValueError(IMAGES)
         generate = super()._generate_single_turn
@@ -224,20 +226,19 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         rows = self._fresh_rows(len(prompt_ids))
         fields = {name: [values[i] for i in rows] for name, values in multimodal_fields.items()}
         completions, log_probs = generate([prompt_ids[i] for i in rows], images, fields, 1, **kwargs)
-        # To TRL None is a token whose sampling probability is unknown: its importance weight is 1.
+        # TRL takes None as an unknown sampling probability, with importance weight 1.
         return with_stored(rows, completions, self._stored), log_probs and with_stored(rows, log_probs, self._unknown())
 
     def _roll_out(self, prompts: list, trainer: Any) -> dict[str, Any]:
-        """What the rollout function gives, which is not asked for rows that are replayed."""
+        """Call the user's rollout function, but only for fresh rows."""
         if not (self.model.training and self._mixed):
             return self._rollout_func(prompts, trainer)
         rows = self._fresh_rows(len(prompts))
         given = dict(self._rollout_func([prompts[i] for i in rows], trainer))
         if extra := sorted(given.keys() - {"prompt_ids", "completion_ids", "logprobs", "env_mask"}):
             raise ValueError(
-                f"rollout_func: gives {', '.join(extra)} for rewards, which stored answers in the places of fresh ones "
-                f"do not have; use a composition that adds stored answers, such as 'appended', for "
-                f"compose={self.args.compose!r}"
+                f"rollout_func: returns {', '.join(extra)} for rewards, which stored answers in the places of fresh "
+                f"ones lack; instead of compose={self.args.compose!r} use one that adds stored answers, as 'appended'"
             )
         prompt_ids = dict(zip(self._stored, self._prompt_ids([self._questions[i] for i in self._stored]), strict=True))
         output = {
@@ -245,7 +246,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "completion_ids": with_stored(rows, given["completion_ids"], self._stored),
             "logprobs": given["logprobs"] and with_stored(rows, given["logprobs"], self._unknown()),
         }
-        if given.get("env_mask") is not None:  # that of stored answers is in the batch
+        if given.get("env_mask") is not None:  # the mask of stored answers is added with the batch
             ones = {i: [1] * len(ids) for i, ids in self._stored.items()}
             output["env_mask"] = with_stored(rows, given["env_mask"], ones)
         return output
@@ -254,7 +255,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return {i: [None] * len(ids) for i, ids in self._stored.items()}
 
     def _fresh_rows(self, count: int) -> list[int]:
-        """The rows of this process that are generated. Processes generate together, so all have the same number."""
+        """Return the rows of this process to generate, padded to the same number on all processes, as TRL requires."""
         fresh = [i for i in range(count) if i not in self._stored]
         most = int(self.accelerator.gather(torch.tensor([len(fresh)], device=self.accelerator.device)).max())
         return [*fresh, *([0] * (most - len(fresh)))]
@@ -265,7 +266,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return of_function
 
     def _log_probs(self, batch: dict[str, Tensor], *, entropy: bool = False) -> Any:
-        """[N, C] log-probs of the completions under the current policy; with `entropy`, entropies too."""
+        """Return [N, C] log-probs of the completions under the current policy; with `entropy`, also entropies."""
         with torch.no_grad():
             log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -277,7 +278,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             )
         return (log_probs, entropies) if entropy else log_probs
 
-    def _objective(self, inputs: dict[str, Any]) -> Objective:
+    def _objective(self, inputs: dict[str, Any]) -> LossArguments:
         objective = super()._objective({**inputs, "tool_mask": inputs["own"]})
         term = self.weigher.term
         clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None
@@ -290,14 +291,13 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return self._rows
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
-        return MeanScores.of(candidates, self._scores(candidates, 1.0))
+        return MeanScores.of(candidates, self._scores(candidates, 1.0))  # selection is defined at temperature 1
 
     def _scores(self, batch: StepBatch, temperature: float) -> Score:
-        """Of the tokens of a batch under the current policy, on all processes; the batch has them, too."""
+        """Return scores of a batch's tokens under the current policy, and store them in it, on all processes."""
         count, size = self.accelerator.num_processes, self.args.per_device_train_batch_size
         longest_first = np.argsort(-batch.length, kind="stable")
-        # Every process makes as many passes: they gather parameters together.
+        # All processes make the same number of passes, because a pass gathers parameters collectively.
         dealt = np.append(longest_first, np.repeat(longest_first[:1], -len(batch) % count))
         mine = dealt[self.accelerator.process_index :: count]
         passes = []
@@ -325,7 +325,6 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return {name: tensor.to(self.accelerator.device) for name, tensor in inputs.items()}
 
     def _prompt_ids(self, questions: Sequence[int]) -> list[list[int]]:
-        """The token ids of the prompts of questions."""
         known = dict(self.prompts.ids)
         if lacking := [question for question in dict.fromkeys(questions) if question not in known]:
             prompts, _, _ = self._tokenize_prompts([self.train_dataset[question]["prompt"] for question in lacking])
@@ -347,7 +346,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             self._metrics["train"][f"experience/{name}"].append(value)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.args.should_save:  # first, so that a checkpoint with a trainer state has its experience
+        if self.args.should_save:  # before TRL's state, so that a checkpoint with that state is complete
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             save_replay(folder / EXPERIENCE, self.replay, self.generation, self.prompts)
         super()._save_checkpoint(model, trial)

@@ -1,11 +1,10 @@
-"""The batch that a generation in TRL is trained on, where it is not the one that was generated.
+"""Training batches of TRL that differ from the generated ones.
 
-TRL's tensors hold the rows that were generated, and the stored answers that took the place of one. A method of replay
-may leave some of these rows out, and may add stored answers. Then each process trains on rows of its own, and on a
-share of what is added. Every process has the same number of rows, a multiple of the number of micro-batches: rows
-without a token fill up.
+TRL's tensors hold the generated rows, and the stored answers that replaced one. A replay method may drop some of these
+rows and append stored answers. Each process then trains on its remaining rows and a share of the appended ones. All
+processes have the same number of rows, a multiple of the number of micro-batches: rows without tokens are padding.
 
-It needs no TRL. K answers per question, N rows of this process, P prompt and C completion tokens.
+This module needs no TRL. K answers per question, N rows per process, P prompt and C completion tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,44 +19,30 @@ from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.policy.batch import advantages
 
 Batch = dict[str, Tensor]
-OF_TOKENS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
+TOKEN_TENSORS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
 """[N, C] tensors of a batch; `importance_sampling_ratio` is [N, C] or [N, 1]."""
 
 
 def with_stored(rows: Sequence[int], values: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
-    """The values of all rows of this process.
-
-    Args:
-        rows: those that were generated; the first one comes again at the end to fill up.
-        values: of each of them.
-        stored: those of the other rows, by row.
-    """
+    """Merge `values` of the generated `rows` with stored rows, in row order; copies of the first row are padding."""
     by_row = {**dict(zip(reversed(rows), reversed(values), strict=True)), **stored}
     return [by_row[i] for i in range(len(by_row))]
 
 
 def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0) -> Ints:
-    """[A] the place of each of A answers: its row among those of all processes that TRL has; -1: it is not there.
+    """[A] TRL's row of each of A answers, among the rows of all processes; -1: TRL has none.
 
-    Args:
-        batch: the answers.
-        planned: TRL has K rows of each of so many groups, the first ones.
-        samples: K.
-        before: [A] how many rows of its group are before those in the batch.
+    TRL has K = `samples` rows for each of the first `planned` groups. `before` [A]: rows of the group before the
+    answer's.
     """
     position = np.arange(len(batch)) - np.searchsorted(batch.group, batch.group) + before
     return np.where((batch.group < planned) & (position < samples), samples * batch.group + position, -1)
 
 
 def group_advantages(batch: StepBatch, place: Ints, given: Floats, samples: int, *, scale_by_std: bool) -> None:
-    """Fill `advantage`: TRL's where a group is what TRL takes for one, and its replayed rows count in the mean.
+    """Fill `advantage`, with TRL's values `given` for groups of K rows that TRL has and that all count in the mean.
 
-    Args:
-        batch: graded rows, and the groups that are trained on.
-        place: of each row; see `places`.
-        given: TRL's advantages, by place.
-        samples: K.
-        scale_by_std: other groups' are divided by the standard deviation of their rewards.
+    `place` [A] gives TRL's rows, see `places`; `scale_by_std` divides other groups by the deviation of their rewards.
     """
     advantages(batch, scale_by_std=scale_by_std)
     counted = np.bincount(batch.group, (place >= 0) & np.isnan(batch.stored_advantage), batch.groups)
@@ -67,15 +52,9 @@ def group_advantages(batch: StepBatch, place: Ints, given: Floats, samples: int,
 
 
 def deal(rows: Ints, place: Ints, per_process: int, processes: int) -> list[Ints]:
-    """The rows of each process: first those that it has already, in TRL's order, and then those that it adds.
+    """Return the `rows` of each process: those that TRL has there, in its order, then appended ones.
 
-    What is added goes to the process with the fewest rows, so that few rows are needed to fill up.
-
-    Args:
-        rows: the numbers of all that are trained on.
-        place: of each row of the batch; see `places`.
-        per_process: rows that TRL has on each process.
-        processes: their number.
+    Each appended row goes to the process with the fewest rows, to keep padding low. `place`: TRL's rows, see `places`.
     """
     rows = rows[np.argsort(place[rows], kind="stable")]
     dealt = [rows[place[rows] // per_process == process].tolist() for process in range(processes)]
@@ -85,18 +64,11 @@ def deal(rows: Ints, place: Ints, per_process: int, processes: int) -> list[Ints
 
 
 def rebuild(output: Batch, mine: StepBatch, place: Ints, size: int, collate: Callable[[StepBatch], Batch]) -> Batch:
-    """TRL's batch of this process with the rows that are trained on.
+    """Return TRL's batch `output` of this process with N = `size` rows: `mine`, in the order of `deal`, then padding.
 
-    Rows that fill up are copies of the first one without a completion token: they have no loss, no entropy and no part
-    in a number of tokens.
-
-    Args:
-        output: TRL's batch, with `old_per_token_logps`.
-        mine: the rows of this process, as `deal` orders them, with all that the loss needs.
-        place: [len(mine)] rows of `output`; below 0: it does not have them.
-        size: N, at least len(mine).
-        collate: A answers as `prompt_ids`, `prompt_mask` [A, P], padded on the left, `completion_ids` and
-            `completion_mask` [A, C], padded on the right.
+    `place` [len(mine)] gives rows of `output`, below 0 for rows not there. `collate` pads A answers to `prompt_ids`,
+    `prompt_mask` [A, P], on the left, and `completion_ids`, `completion_mask` [A, C], on the right. Padding rows copy
+    the first row without completion tokens: they add nothing to loss, entropy or counts.
     """
     kept = place[place >= 0]
     index = torch.from_numpy(np.pad(kept, (0, size - len(kept)))).to(output["completion_ids"].device)
@@ -109,10 +81,10 @@ def rebuild(output: Batch, mine: StepBatch, place: Ints, size: int, collate: Cal
 
 
 def _put(batch: Batch, new: Batch, start: int) -> None:
-    """Write rows over those of a batch from `start` on, which is widened where they are longer."""
+    """Overwrite the rows from `start` on, widening the batch for longer ones."""
     prompt = max(tensors["prompt_ids"].shape[1] for tensors in (batch, new))
     completion = max(tensors["completion_ids"].shape[1] for tensors in (batch, new))
-    of_tokens = [*OF_TOKENS, *(["importance_sampling_ratio"] if _by_token(batch) else [])]
+    of_tokens = [*TOKEN_TENSORS, *(["importance_sampling_ratio"] if _by_token(batch) else [])]
     end = start + len(new["prompt_ids"])
     for tensors in (batch, new):
         for name in ("prompt_ids", "prompt_mask"):
@@ -122,7 +94,7 @@ def _put(batch: Batch, new: Batch, start: int) -> None:
                 tensors[name] = functional.pad(tensors[name], (0, completion - tensors[name].shape[1]))
     for name, tensor in new.items():
         batch[name][start:end] = tensor
-    if "importance_sampling_ratio" in batch:  # the sampler of this generation did not write them
+    if "importance_sampling_ratio" in batch:  # stored answers are not from this generation's sampler
         batch["importance_sampling_ratio"][start:end] = 1
 
 
@@ -132,7 +104,7 @@ def _by_token(batch: Batch) -> bool:
 
 
 def _put_terms(batch: Batch, mine: StepBatch) -> None:
-    """Advantages, the log-probs that ratios refer to, which rows are replayed, and which tokens the policy wrote."""
+    """Set advantages, reference log-probs of the ratios, and masks of replayed rows and of the policy's own tokens."""
     mask, old = batch["completion_mask"], batch["old_per_token_logps"]
     length, replayed, advantage = (
         torch.from_numpy(np.pad(values, (0, len(mask) - len(mine)))).to(mask.device)
@@ -147,5 +119,5 @@ def _put_terms(batch: Batch, mine: StepBatch) -> None:
     batch["replayed"] = replayed
     batch["own"] = torch.ones_like(mask)
     batch["own"][inside] = torch.from_numpy(mine.own).to(mask)
-    # TRL's entropies and clip ratios are means over the tokens that this mask leaves: the policy's fresh ones.
+    # TRL averages entropies and clip ratios over this mask: the policy's fresh tokens.
     batch["tool_mask"] = batch["own"] * ~replayed[:, None]

@@ -1,8 +1,8 @@
-"""The loss of TRL's GRPOTrainer from the hidden states, on the kernels of :mod:`exgrpo.kernels`.
+"""The loss of TRL's GRPOTrainer from hidden states, on :mod:`exgrpo.kernels`.
 
-TRL asks its model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. Here that call is answered by
-`linear_log_prob`, for every objective of TRL; and where the objective is one of `linear_policy_loss`, by that: three
-passes over the head instead of four.
+TRL requests log-probs by `model(..., labels=labels, fused_lm_head=True)`. Here `linear_log_prob` computes them, for
+every objective of TRL. If `linear_policy_loss` supports the objective, it computes the loss itself: three passes over
+the head instead of four.
 
 B rows, C completion tokens.
 """
@@ -27,43 +27,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
 else:
-    GRPOTrainer = object  # this module does without TRL until a trainer is made
+    GRPOTrainer = object  # importable without TRL
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Loss types of TRL that differ only in the weight of each token, which is put into its advantage."""
+"""Loss types of TRL that differ only in the weight of each token, which is multiplied into its advantage."""
 
 
-class Objective(NamedTuple):
-    """The arguments of `linear_policy_loss` that make the loss of one micro-batch.
+class LossArguments(NamedTuple):
+    """Arguments of `linear_policy_loss` for the loss of one micro-batch."""
 
-    Attributes:
-        old_log_prob: [B, C] fp32.
-        advantage: [B, C] fp32.
-        mask: [B, C] bool, the tokens that are learnt from.
-        normalizer: 0-d, above 0.
-        entropy_coef: weight of the mean entropy.
-        clip: (low, high) of fresh tokens, or None.
-        replayed: [B] bool, or None where no row is.
-        beta: of the shaping of replayed tokens, or None.
-    """
-
-    old_log_prob: Tensor
-    advantage: Tensor
-    mask: Tensor
-    normalizer: Tensor
-    entropy_coef: float
-    clip: tuple[float, float] | None
-    replayed: Tensor | None = None
-    beta: float | None = None
+    old_log_prob: Tensor  # [B, C] fp32
+    advantage: Tensor  # [B, C] fp32
+    mask: Tensor  # [B, C] bool, True for tokens in the loss
+    normalizer: Tensor  # 0-d, above 0
+    entropy_coef: float  # weight of the mean entropy
+    clip: tuple[float, float] | None  # (low, high) for fresh tokens
+    replayed: Tensor | None = None  # [B] bool; None: no row
+    beta: float | None = None  # shaping of replayed tokens
 
 
 MARK = "_exgrpo_trl"
-"""Attribute of a model that :func:`use_kernels` has changed."""
+"""Attribute of a model patched by :func:`use_kernels`."""
 
 
 @dataclass(eq=False)
 class _FusedModel:
-    """Kept on the model, so that a copy of it has its own."""
+    """State of a patched model; an attribute of the model, so that a copy gets its own."""
 
     forward: Replacement
     logit_map: LogitMap
@@ -74,20 +63,20 @@ class _FusedModel:
 def use_kernels(
     model: "PreTrainedModel", *, temperature: float, fp32_head: bool = False, memory: int | None = None
 ) -> None:
-    """Let `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls stay as they are.
+    """Make `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls are unchanged.
 
-    The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, a function that gives an
-    `Objective`, they are the detached [B, C] ones of the last C positions and `loss` is that of `linear_policy_loss`.
-    A function, because FSDP casts the tensors among a model's arguments to its own dtype.
+    The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, a function that returns
+    `LossArguments`, these are detached and [B, C], for the last C positions, and `loss` is `linear_policy_loss`'s.
+    It is a function because FSDP casts tensor arguments of a model to its own dtype.
 
     Args:
         model: causal LM of transformers that has TRL's fused head, not wrapped.
-        temperature: of the policy.
+        temperature: temperature of the policy.
         fp32_head: multiply in fp32, outside autocast.
         memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Raises:
-        ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
+        ValueError: the logits go through more than head, softcap and scale.
     """
     logit_map = measure(model, direct=True, memory=memory)
     forward = replace_forward(model, _model_forward)
@@ -97,7 +86,7 @@ def use_kernels(
 
 @contextmanager
 def at_temperature(model: "PreTrainedModel", temperature: float) -> Iterator[None]:
-    """Within it a model that `use_kernels` has changed computes at this temperature instead of its own."""
+    """Use this temperature within the context, in a model patched by `use_kernels`."""
     fused: _FusedModel = vars(model)[MARK]
     own, fused.temperature = fused.temperature, temperature
     try:
@@ -116,7 +105,7 @@ def _fused_forward(
     fused: _FusedModel,
     *args: Any,
     labels: Tensor,
-    objective: Callable[[], Objective] | None = None,
+    objective: Callable[[], LossArguments] | None = None,
     **kwargs: Any,
 ) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -148,7 +137,7 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any]) -> LogP
     return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, **options)
 
 
-def _policy_loss(head: HeadInputs, target: Tensor, objective: Objective, options: dict[str, Any]) -> PolicyLoss:
+def _policy_loss(head: HeadInputs, target: Tensor, objective: LossArguments, options: dict[str, Any]) -> PolicyLoss:
     return linear_policy_loss(head.hidden, head.weight, target, bias=head.bias, **objective._asdict(), **options)
 
 
@@ -158,21 +147,8 @@ def _load_balancing_loss(router_logits: Any, config: Any, attention_mask: Tensor
     return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
 
 
-class _FusedPass:
-    """The model as TRL's loss code calls it, except that the loss has been formed where it returns log-probs."""
-
-    def __init__(self, model: nn.Module, objective: Objective) -> None:
-        self.model = model
-        self.objective = objective
-        self.outputs: Any = None
-
-    def __call__(self, **inputs: Any) -> Any:
-        self.outputs = self.model(**inputs, objective=lambda: self.objective)
-        return self.outputs
-
-
 def beyond_kernel(options: Any) -> list[str]:
-    """The options of a GRPOConfig, with their values, that make the objective none of `linear_policy_loss`."""
+    """Return the options of a GRPOConfig, with values, that `linear_policy_loss` does not support."""
     beyond = {
         "loss_type": options.loss_type not in LOSS_TYPES,
         "importance_sampling_level": options.importance_sampling_level != "token",
@@ -185,15 +161,15 @@ def beyond_kernel(options: Any) -> list[str]:
 
 
 class FusedLossMixin(GRPOTrainer):
-    """Puts in front of `trl.GRPOTrainer` a head that never holds the logits: `class T(FusedLossMixin, GRPOTrainer)`.
+    """Loss of `trl.GRPOTrainer` without materialized logits: `class T(FusedLossMixin, GRPOTrainer)`.
 
-    Every objective of TRL takes its log-probs and entropies from `linear_log_prob`. Where the objective is also one
-    of `linear_policy_loss`, the loss and its gradient come from there: loss types grpo, bnpo, dr_grpo and dapo with
-    token-level ratios, any clip range, temperature, entropy bonus and vLLM importance ratios.
-    Arguments, metrics and checkpoints are those of GRPOTrainer.
+    Every objective of TRL takes its log-probs and entropies from `linear_log_prob`. Loss and gradient come from
+    `linear_policy_loss` if it supports the objective: loss types grpo, bnpo, dr_grpo and dapo with token-level ratios,
+    any clip range, temperature, entropy bonus and vLLM importance ratios. Arguments, metrics and checkpoints are those
+    of GRPOTrainer.
 
     Raises:
-        ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.
+        ValueError: the logits of the model go through more than head, softcap and scale.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -204,31 +180,36 @@ class FusedLossMixin(GRPOTrainer):
                     self._causal_lm(model),
                     temperature=self.temperature,
                     fp32_head=self.args.cast_lm_head_to_fp32,
-                    memory=getattr(self.args, "kernel_memory", None),  # of ExGRPOConfig
+                    memory=getattr(self.args, "kernel_memory", None),  # only ExGRPOConfig has it
                 )
 
     def _causal_lm(self, model: Any) -> "PreTrainedModel":
-        """What the wrappers of engines and adapters hold."""
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training or beyond_kernel(self.args):
             return super()._compute_loss(model, inputs)
-        fused = _FusedPass(model, self._objective(inputs))
-        # TRL's own arithmetic on the detached results: its metrics, and its control of an adaptive entropy bonus.
+        arguments = self._objective(inputs)
+        passes: list[Any] = []
+
+        def fused(**model_inputs: Any) -> Any:
+            passes.append(model(**model_inputs, objective=lambda: arguments))
+            return passes[-1]
+
+        # Run TRL's loss code on the detached results for its metrics and its adaptive entropy bonus.
         super()._compute_loss(fused, inputs)
-        loss = fused.outputs.loss
+        loss = passes[-1].loss
         if self.aux_loss_enabled:
             weight = self.router_aux_loss_coef / self.current_gradient_accumulation_steps
-            loss = loss + weight * fused.outputs.aux_loss
+            loss = loss + weight * passes[-1].aux_loss
         return loss
 
-    def _objective(self, inputs: dict[str, Any]) -> Objective:
-        """TRL's loss of a micro-batch as arguments of `linear_policy_loss`.
+    def _objective(self, inputs: dict[str, Any]) -> LossArguments:
+        """Express TRL's loss of a micro-batch as arguments of `linear_policy_loss`.
 
-        The objective is positively homogeneous in the advantage, so what a token weighs beside the mean over tokens,
-        of which the entropy bonus is one, is a factor of its advantage.
+        The objective is positively homogeneous in the advantage, so the weight of a token relative to the mean over
+        tokens, which the entropy bonus uses, is a factor of its advantage.
         """
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
@@ -241,9 +222,9 @@ class FusedLossMixin(GRPOTrainer):
         if self.use_vllm and self.vllm_importance_sampling_correction:
             advantage = advantage * inputs["importance_sampling_ratio"]
         old_log_prob = inputs.get("old_per_token_logps")
-        if old_log_prob is None:  # one optimiser step per generation: the policy itself wrote the answers
+        if old_log_prob is None:  # one optimiser step per generation: the current policy wrote the answers
             old_log_prob = torch.full(mask.shape, math.inf, device=mask.device)
-        return Objective(
+        return LossArguments(
             old_log_prob=old_log_prob,
             advantage=advantage.expand(mask.shape),
             mask=mask.bool(),
@@ -253,7 +234,7 @@ class FusedLossMixin(GRPOTrainer):
         )
 
     def _token_share(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
-        """Weight of a token in the policy loss of a micro-batch, [B, 1] or 0-d, before gradient accumulation."""
+        """Return the weight of a token in a micro-batch's policy loss, [B, 1] or 0-d, before gradient accumulation."""
         rows = self._mean_rows(inputs)
         if self.loss_type == "grpo":
             return 1 / (rows * mask.sum(-1, keepdim=True).clamp(min=1))
@@ -265,7 +246,7 @@ class FusedLossMixin(GRPOTrainer):
         return micro_batches / inputs["num_items_in_batch"].clamp(min=1)
 
     def _mean_rows(self, inputs: dict[str, Any]) -> float:
-        """The number of rows that a mean over those of a micro-batch divides by."""
+        """Return the divisor of means over the rows of a micro-batch."""
         return len(inputs["completion_mask"])
 
     def _entropy_coef(self) -> float:

@@ -1,5 +1,4 @@
-"""What a run in TRL needs besides :mod:`exgrpo.train.replay`: plans of generations, experience from files at the start,
-and the state in a checkpoint.
+"""Replay in TRL: plans of generations, initial experience from files, and checkpoint state.
 
 It imports no TRL.
 """
@@ -26,15 +25,13 @@ from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Start
 
 STATE = "state.json"
 ROW_NUMBERS = ("index", "__index_level_0__")
-"""Columns, also of `extra_info`, in which verl and pandas number rows: copies of a question differ in them."""
+"""Columns, also of `extra_info`, in which verl and pandas number rows; they differ between copies of a question."""
 
 
 def distinct_rows(data: Any, ignored: Collection[str] = ROW_NUMBERS) -> list[int]:
-    """Return the places of the rows that ask another question than all rows before.
+    """Return the first row of each distinct question; rows that differ only in `ignored` columns are one question.
 
-    Args:
-        data: a `datasets.Dataset`, or rows by their places.
-        ignored: columns in which rows that ask the same question may differ; any other may decide on a reward.
+    `data` is a `datasets.Dataset`, or rows by number. Any other column may affect the reward.
     """
 
     def asked(row: Mapping[str, Any]) -> str:
@@ -44,7 +41,7 @@ def distinct_rows(data: Any, ignored: Collection[str] = ROW_NUMBERS) -> list[int
 
     if not hasattr(data, "iter"):
         return first_places((asked(data[place]) for place in range(len(data))), set())
-    batches = data.with_format(None).iter(batch_size=1024)  # one row at a time takes five times as long
+    batches = data.with_format(None).iter(batch_size=1024)  # row by row takes five times as long
     rows = (dict(zip(batch, row, strict=True)) for batch in batches for row in zip(*batch.values(), strict=True))
     return first_places(map(asked, rows), set())
 
@@ -53,29 +50,18 @@ def _without(columns: Mapping[str, Any], ignored: Collection[str]) -> dict[str, 
     return {name: value for name, value in columns.items() if name not in ignored}
 
 
-class Plan(NamedTuple):
-    """The questions of a generation.
+class GenerationPlan(NamedTuple):
+    """The questions of a generation."""
 
-    Attributes:
-        groups: one for each, in the order of their rows; those that stored answers join come last.
-        fillers: questions that are asked only to fill up.
-    """
-
-    groups: list[PlannedGroup]
-    fillers: frozenset[int]
+    groups: list[PlannedGroup]  # in row order; those that stored answers join come last
+    fillers: frozenset[int]  # questions asked only to fill the batch
 
 
-def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) -> Plan:
-    """The groups of the next generation, a multiple of `multiple`.
+def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) -> GenerationPlan:
+    """Plan the groups of the next generation, a multiple of `multiple` for equal rows on all processes (B is one).
 
-    Where too few questions are unsolved for `batch` groups, retired ones fill up: they teach little, and the batch
-    keeps its shape. What a method settles after grading has its shape from `settle`, and is not filled so.
-
-    Args:
-        replay: decides.
-        batch: B, questions of a generation.
-        step: number of the generation.
-        multiple: what the number of groups has to be a multiple of, for every process to have as many rows; B is one.
+    If fewer than `batch` questions are unsolved, retired ones fill the batch to keep its shape, although they teach
+    little. Methods that change the batch after grading get its shape from `settle` and are not filled.
     """
     planned = replay.plan(batch, step)
     asked = [group.question for group in planned]
@@ -90,16 +76,16 @@ def plan_generation(replay: Replay, batch: int, step: int, multiple: int = 1) ->
         retired = int(np.count_nonzero(replay.memory.retired))
         if missing <= retired:
             fillers += _retired(replay, missing)
-        else:  # of more than B groups, some are not asked
+        else:  # more than B groups: drop some
             planned = planned[: (len(planned) + len(fillers)) // multiple * multiple - len(fillers)]
     groups = [*planned, *(PlannedGroup(question, replay.memory.samples) for question in fillers)]
-    # The order does not matter to what is settled before an answer joins.
-    return Plan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
+    # Sorting is safe: the plan does not depend on the order before stored answers join.
+    return GenerationPlan(sorted(groups, key=lambda group: group.choose > 0), frozenset(fillers))
 
 
 @contextmanager
 def uncounted(trainer: Any) -> Iterator[None]:
-    """Within it, TRL's metrics and table of completions stay as they are; tokens count wherever they come."""
+    """Keep TRL's metrics and table of completions unchanged in this block, except the number of tokens."""
     metrics, logs = trainer._metrics, trainer._logs
     trainer._metrics = {mode: defaultdict(list) for mode in metrics}
     trainer._logs = copy.deepcopy(logs)
@@ -111,39 +97,26 @@ def uncounted(trainer: Any) -> Iterator[None]:
 
 
 class Prompts:
-    """The prompts of questions where a rollout function or an environment makes them.
-
-    Attributes:
-        ids: token ids by question.
-    """
+    """Prompts of questions that a rollout function or an environment makes."""
 
     def __init__(self) -> None:
-        self.ids: dict[int, list[int]] = {}
+        self.ids: dict[int, list[int]] = {}  # token ids by question
 
     def learn(self, asked: Iterable[tuple[int, list[int]]]) -> None:
-        """Remember what questions were asked with.
-
-        Raises:
-            ValueError: a question has had another prompt, behind which stored answers to it were written.
-        """
+        """Store prompts; raise ValueError if a question had another one, for which its stored answers were written."""
         for question, ids in asked:
             if self.ids.setdefault(question, ids) != ids:
                 raise ValueError(
-                    f"train_dataset: row {question} has another prompt than before, and stored answers are scored "
-                    "behind the prompt of their question; let rollout_func, or reset of the environment, make it from "
+                    f"train_dataset: row {question} has another prompt than before, but stored answers are scored "
+                    "after the prompt of their question; let rollout_func, or reset of the environment, make it from "
                     "the row alone, as the chat template does"
                 )
 
 
 def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
-    """Groups of fresh answers to further questions, as many as lack a gradient; empty: none do, or none are left.
+    """Plan fresh answers to further questions, a group for each that lacks a gradient; empty: none lack it or are left.
 
-    Args:
-        replay: decides.
-        batch: the graded groups so far.
-        questions: B, groups that are to have a gradient.
-        step: number of the generation.
-        multiple: see `plan_generation`; the number is rounded up to one, and down where too few questions are left.
+    Their number is rounded up to a multiple of `multiple`, and down if too few questions are left.
     """
     missing = questions - int(batch.teaches.sum())
     if missing <= 0:
@@ -153,17 +126,15 @@ def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple
 
 
 def _retired(replay: Replay, wanted: int) -> list[int]:
-    """Questions that have left for good."""
     if not wanted:
         return []
     return replay.rng.choice(np.flatnonzero(replay.memory.retired), wanted, replace=False).tolist()
 
 
 def placed(groups: Sequence[PlannedGroup], stored: StepBatch, samples: int) -> Ints:
-    """[S] the places of stored answers, which are the last of the K of their group; see `trl_batch.places`.
+    """[S] TRL's rows of stored answers, the last of the K of their group; see `trl_batch.places`.
 
-    Raises:
-        ValueError: a group has no fresh answer, more than K, or too few answers for its places.
+    Raise ValueError if a group has no fresh answer, more than K, or too few answers for its rows.
     """
     fresh = np.array([group.fresh for group in groups], np.int64)
     joined = np.bincount(stored.group, minlength=len(groups))
@@ -171,29 +142,22 @@ def placed(groups: Sequence[PlannedGroup], stored: StepBatch, samples: int) -> I
     if wrong.any():
         i = int(wrong.argmax())
         raise ValueError(
-            f"compose: question {groups[i].question} has {fresh[i]} fresh and {joined[i]} stored answers; in TRL a "
-            f"group is planned with 1 to {samples} fresh ones, and with stored ones in all places that are left of "
-            f"{samples}; groups of stored answers alone come from its function settle"
+            f"compose: question {groups[i].question} has {fresh[i]} fresh and {joined[i]} stored answers; in TRL plan "
+            f"1 to {samples} fresh ones, and stored ones for all remaining places of {samples}; add groups of stored "
+            "answers alone in its function settle"
         )
     return places(stored, len(groups), samples, fresh[stored.group])
 
 
 def start_replay(trainer: Any) -> Started | None:
-    """Fill the experience of a new run with what the option `start` names; all processes call it together.
+    """Fill the experience of a new run from the option `start`, on all processes together; None: the option is not set.
 
-    Args:
-        trainer: an ExGRPOTrainer before its first generation.
-
-    Returns:
-        what was stored; None: the option is not given.
-
-    Raises:
-        DataError: the file cannot be read, or nothing of it can be used.
+    Raise DataError if the file cannot be read, or no answer in it is usable.
     """
     data, accelerator = trainer.train_dataset, trainer.accelerator
 
     def grade(answers: Sequence[Answer]) -> list[tuple[float, int]]:
-        # TRL gathers rewards, so all processes grade as many answers.
+        # TRL gathers rewards, so all processes must grade the same number of answers.
         count = -(-len(answers) // accelerator.num_processes)
         places = (np.arange(count) + count * accelerator.process_index).clip(max=len(answers) - 1)
         mine = [answers[place] for place in places.tolist()]
@@ -204,7 +168,7 @@ def start_replay(trainer: Any) -> Started | None:
             for answer, prompt in zip(mine, prompts, strict=True)
         ]
         trainer._calculate_rewards(inputs, prompts, texts, [answer.tokens.tolist() for answer in mine])
-        trainer._pending_extra_logs.clear()  # they are of no generation
+        trainer._pending_extra_logs.clear()  # these logs belong to no generation
         trainer._pending_metrics.clear()
         return [(reward, 0) for reward in trainer._rewards[: len(answers)].tolist()]
 
@@ -231,7 +195,7 @@ def start_replay(trainer: Any) -> Started | None:
 
 
 def _questions(trainer: Any) -> list[Question]:
-    """The rows of a data set of TRL; the gold answer is in the column `answer`, as in rows of questions."""
+    """Return the rows of a data set of TRL as questions; the gold answer is in the column `answer`."""
     data = trainer.train_dataset
     prompts = list(data["prompt"])
     ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -243,17 +207,17 @@ def _questions(trainer: Any) -> list[Question]:
 
 
 def question_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """The question as people read it, without a system message."""
+    """Return the question as text, without system messages."""
     if isinstance(prompt, str):
         return prompt
-    said = [Message(one["role"], one["content"]) for one in prompt if one["role"] != "system"]
-    return said[0].content if len(said) == 1 else as_text(said)
+    messages = [Message(one["role"], one["content"]) for one in prompt if one["role"] != "system"]
+    return messages[0].content if len(messages) == 1 else as_text(messages)
 
 
 def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts | None = None) -> None:
-    """Write the state of a replay, and the number of generations so far, to a folder, which is made.
+    """Write the state of a replay, and the number of generations, to a new folder.
 
-    Of the prompts, those of questions with stored answers are written.
+    Of the prompts, only those of questions with stored answers are written.
     """
     state = replay.state()
     held = set(replay.memory.table.column("question").tolist())
@@ -272,13 +236,9 @@ def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts 
 
 
 def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) -> int:
-    """Let a replay go on from a saved state, with the prompts in it.
+    """Restore a replay and its prompts; return the number of generations before the save.
 
-    Returns:
-        the number of generations that are in it.
-
-    Raises:
-        ValueError: there is none, it belongs to another number of questions, or a file is damaged.
+    Raise ValueError if there is no state, it has another number of questions, or a file is damaged.
     """
     if not (folder / STATE).is_file():
         raise ValueError(
@@ -295,7 +255,7 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
         )
     if lacking := set(replay.memory.arrays()) - set(arrays):
         raise ValueError(
-            f"{folder} is of an earlier version, which did not keep {', '.join(sorted(lacking))}: to start from the "
+            f"{folder} was written by an earlier version, without {', '.join(sorted(lacking))}: to start from the "
             "weights of that checkpoint, give it as the model and do not resume"
         )
     values = {

@@ -1,4 +1,4 @@
-"""verl: its fused-kernel path on :mod:`exgrpo.kernels`. Importable without verl; :func:`patch_verl` needs it."""
+"""verl's fused-kernel path on :mod:`exgrpo.kernels`. Importable without verl; :func:`patch_verl` needs it."""
 
 import importlib
 import sys
@@ -24,35 +24,33 @@ def linear_cross_entropy(
     *,
     memory: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Log-probabilities of labels and entropies under a linear head: verl's function of this name.
+    """Return log-probabilities of labels and entropies under a linear head, as verl's function of this name.
 
-    Both results are differentiable in ``hidden`` and ``weight``; see :func:`exgrpo.kernels.linear_log_prob`. Where
-    verl's kernel asks for a GPU, contiguous tensors and a multiple of 128 channels, this asks for nothing.
+    Both results are differentiable in ``hidden`` and ``weight``; see :func:`exgrpo.kernels.linear_log_prob`. Unlike
+    verl's kernel it does not require a GPU, contiguous tensors or a multiple of 128 channels.
 
     Args:
         hidden: hidden states, ``[..., D]``; float16, bfloat16, float32 or float64.
         weight: the head, ``[V, D]``, of the same dtype; with ``dist_process_group`` this rank's rows of it.
         labels: index of each token, ``[...]``, any integer dtype, in ``[0, V)``, or -100: both results of such a
             position are 0, and it costs nothing.
-        temperature: what the logits are divided by, above 0.
-        reduction: ``"none"``, ``"sum"`` or ``"mean"``, in any case; it concerns the log-probabilities alone.
-            The mean is over all T tokens.
+        temperature: divisor of the logits, above 0.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"`` (over all T tokens) of the log-probabilities, in any letter case.
         dist_process_group: process group over whose ranks ``weight`` is split along V, in rank order. The other
             arguments and the results are the same on all ranks.
-        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not of verl's function.
+        memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not in verl's function.
 
     Returns:
-        tuple[Tensor, Tensor]: the log-probabilities ``[T]``, T being the number of labels whatever their shape
-        (without dimensions if they are reduced), and the entropies ``[T]``, in nats, float32 (float64 for float64
-        inputs).
+        tuple[Tensor, Tensor]: the log-probabilities ``[T]`` of T labels (0-d if reduced), and the entropies ``[T]``, in
+        nats, float32 (float64 for float64 inputs).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value.
 
     Note:
-        As with verl's kernel, the ranks' gradients of ``hidden`` add up to the gradient: whoever calls it sums them,
-        as Megatron's gather from the sequence-parallel region does. Here each rank has an equal share.
+        As with verl's kernel, the caller must sum the ranks' gradients of ``hidden``, as Megatron's gather from the
+        sequence-parallel region does. Here each rank has an equal share.
     """
     if reduction.lower() not in ("none", "sum", "mean"):
         raise ValueError(f"reduction: expected 'none', 'sum' or 'mean', got {reduction!r}")
@@ -74,22 +72,22 @@ def linear_cross_entropy(
 
 
 def patch_verl(*, memory: int | None = None) -> Callable[[], None]:
-    """Makes verl's fused kernels those of this package, in this process.
+    """Replace verl's fused kernels by those of this package, in this process.
 
-    With ``use_fused_kernels=True`` every backend that verl offers then computes by :mod:`exgrpo.kernels`: its
-    ``linear_cross_entropy`` (backend ``triton``, and Megatron's fused forward) and the forward of its
-    ``FusedLinearForPPO`` (backends ``torch`` and ``liger``), in modules that are loaded already and in those to come.
-    The entropies of the latter are then float32, as those of the former are, not of the hidden states' dtype.
-    Calling it again changes nothing. verl's workers are processes of their own: docs/verl.md says how to reach them.
+    With ``use_fused_kernels=True`` every backend of verl then uses :mod:`exgrpo.kernels`: its ``linear_cross_entropy``
+    (backend ``triton``, and Megatron's fused forward) and the forward of its ``FusedLinearForPPO`` (backends ``torch``
+    and ``liger``), in loaded modules and later ones. The entropies of the latter become float32 like those of the
+    former, instead of the hidden states' dtype. Calling it again has no effect. verl's workers are separate processes:
+    docs/verl.md describes how to patch them.
 
     Args:
         memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`.
 
     Returns:
-        Callable[[], None]: gives verl its own functions back.
+        Callable[[], None]: restores verl's own functions.
 
     Raises:
-        ImportError: verl is not there, or without the functions that are to be replaced.
+        ImportError: verl or one of its functions to be replaced is missing.
     """
     try:
         kernel = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
@@ -110,19 +108,19 @@ def patch_verl(*, memory: int | None = None) -> Callable[[], None]:
 
 @cache
 def _within(memory: int | None) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]:
-    """What takes the place of verl's functions: the same two for the same memory, so that a patch is known again."""
+    """Return the replacements of verl's functions, cached by `memory` so that an earlier patch is recognized."""
 
     def forward(
         self: object, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The forward of verl's FusedLinearForPPO, whose results have the shape of ``input_ids``."""
+        """Replace the forward of verl's FusedLinearForPPO; the results have the shape of ``input_ids``."""
         return linear_log_prob(hidden_states, vocab_weights, input_ids.long(), temperature=temperature, memory=memory)
 
     return (linear_cross_entropy if memory is None else partial(linear_cross_entropy, memory=memory)), forward
 
 
 def _shared(hidden: Tensor, ranks: int) -> Tensor:
-    """The same tensor, whose gradient, the whole one on every rank, is divided among them."""
+    """Return the same tensor; its gradient, which is complete on every rank, is divided among the ranks."""
     if ranks > 1 and hidden.requires_grad:
         hidden = hidden.view_as(hidden)
         hidden.register_hook(lambda gradient: gradient / ranks)

@@ -1,5 +1,4 @@
-"""A method of replay in verl: its options, those of verl that follow, the columns of a stored answer, the loss, and
-what a run begins with.
+"""A replay method in verl: its options, verl's options that follow, loss, and initial experience.
 
 Only the last two need verl.
 """
@@ -16,11 +15,11 @@ from exgrpo.extras import needs
 from exgrpo.kernels import LogProb
 
 PACKAGES = ("verl==0.9.1", "TransferQueue>=0.1.10", "pydantic>=2.14,<3", "pyyaml>=6,<7", "tyro>=1.0.17,<2")
-"""What replay in verl needs beside torch, for pip. The extra `train` asks for other packages than verl."""
+"""Requirements of replay in verl for pip. The extra `train` has different ones."""
 
 with needs(__name__, *PACKAGES):
     import numpy as np
-    import pydantic  # noqa: F401 - so that what is missing is told as above
+    import pydantic  # noqa: F401 - imported here so that the error names PACKAGES
     import tyro  # noqa: F401
     import yaml  # noqa: F401
 
@@ -44,9 +43,9 @@ with needs(__name__, *PACKAGES):
 
 KEY = "exgrpo"
 METHODS = Path(__file__).parents[2] / "recipes" / "replay"
-"""Recipes by name, where this package is a checkout."""
+"""Recipes by name, if this package is a checkout."""
 SOLUTION = "key"
-"""What a reward of verl tells of a solution beside its score: a text, alike for answers that differ only in form."""
+"""Item of a reward's result in verl that identifies a solution: a text, equal for answers that differ only in form."""
 AGGREGATED = {
     "constant": "seq-mean-token-sum-norm",
     "token": "token-mean",
@@ -58,32 +57,53 @@ ELSEWHERE = {
     "questions": "set data.train_batch_size of verl",
     "optimizer.minibatches": "set actor_rollout_ref.actor.ppo_mini_batch_size of verl",
     "optimizer.passes": "set actor_rollout_ref.actor.ppo_epochs of verl",
-    "experience.folder": "stored answers are in memory here: leave it out",
+    "experience.folder": "stored answers are kept in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",
     "objective.anchor": "log-ratios refer to the policy that wrote the answer: leave it out",
     "objective.kl_corrected": "verl's estimate of the divergence is not corrected: leave it out",
 }
-"""Options of a recipe that this trainer does without, and what to do."""
+"""Unsupported options of a recipe, with the remedy."""
 HERE = ("experience", "objective", "reward.success", "rollout.refills", "seed")
-"""Options of a recipe that count here."""
+"""Supported options of a recipe."""
+OFF = (None, False)
+REQUIRED = {
+    "algorithm.adv_estimator": ("grpo",),
+    "critic.enable": OFF,
+    "algorithm.use_kl_in_reward": OFF,
+    "algorithm.filter_groups.enable": OFF,
+    "algorithm.rollout_correction.bypass_mode": OFF,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
+    "actor_rollout_ref.rollout.top_p": (1,),
+    "actor_rollout_ref.rollout.top_k": (-1, 0),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": OFF,
+    "trainer.v1.sampler.sync_refill_failed_groups": OFF,
+    "distillation.enabled": OFF,
+    "skip.rollout_tq.enable": OFF,
+    "data.shuffle": (None, True),
+    "actor_rollout_ref.actor.megatron.router_replay.mode": (None, "disabled"),
+    "actor_rollout_ref.actor.veomni.router_replay.mode": (None, "disabled"),
+}
+"""Values of verl's options that allow replay; None: the option is absent."""
 
 
 def configure(config: Any, given: dict[str, Any]) -> Config:
-    """Check the options of a run, and set those of verl that follow from the method.
+    """Check the options of a run, and set verl's options that follow from the method.
+
+    In verl's configuration it sets the actor's loss aggregation and entropy bonus, the scaling of advantages, and the
+    trainer's mode to "sync".
 
     Args:
-        config: verl's configuration. Of the actor the aggregation of the loss and the entropy bonus are set, and of the
-            algorithm whether advantages are scaled; the mode of the trainer becomes "sync".
-        given: what is under the key `exgrpo`: `recipe`, a name in recipes/replay or a path, or several of them, and
-            options as in a recipe.
+        config: verl's configuration.
+        given: content of the key `exgrpo`: `recipe`, one or several names in recipes/replay or paths, and options as in
+            a recipe.
 
     Returns:
-        Config: options of `exgrpo.train`, of which the sections experience, objective and reward count, and numbers of
-        verl stand where they are its own.
+        Config: options of `exgrpo.train`, with verl's values where verl has the option; only experience, objective and
+        reward are used.
 
     Raises:
-        ConfigError: an option is wrong, or excludes replay; one line, which names it and the remedy.
+        ConfigError: an option is wrong, or excludes replay; one line with the remedy.
     """
     options = _options(config, given)
     _check(config, options.rollout.refills)
@@ -105,7 +125,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
         if key in ELSEWHERE:
             raise ConfigError(f"{KEY}: {key}: {ELSEWHERE[key]}")
         if not key.startswith(HERE):
-            raise ConfigError(f"{KEY}: {key}: only {', '.join(HERE)} count here, the rest are options of verl")
+            raise ConfigError(f"{KEY}: {key}: only {', '.join(HERE)} are used here; set the rest in verl's options")
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     batch = config.data.train_batch_size
     of_verl = {
@@ -119,8 +139,8 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
     surrogate, experience = options.objective.surrogate, options.experience
     if getattr(SURROGATES.find(surrogate), "coupled", False):
         raise ConfigError(
-            f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, of "
-            "which verl makes several at once; use oapl"
+            f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, "
+            "but verl takes several at once; use oapl"
         )
     if experience.admit == "nothing" and experience.compose in ("traced", "appended") and not experience.start:
         raise ConfigError(
@@ -132,53 +152,31 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
 
 
 def _path(name: str) -> Path:
-    """Of a recipe, by its name or its path."""
     named = METHODS / f"{name}.yaml"
     return named if Path(name).name == name and named.is_file() else Path(name)
 
 
 def _check(config: Any, refills: int) -> None:
-    """Whether verl's options allow replay, and further questions."""
-    rollout, algorithm, actor = config.actor_rollout_ref.rollout, config.algorithm, config.actor_rollout_ref.actor
-    batch, generated = config.data.train_batch_size, config.data.get("gen_batch_size")
-    correction, filtered = algorithm.get("rollout_correction") or {}, algorithm.get("filter_groups") or {}
-    judge = (config.get("reward") or {}).get("reward_model") or {}
-    skipped = (config.get("skip") or {}).get("rollout_tq") or {}
-    routers = {name: (actor.get(name) or {}).get("router_replay") or {} for name in ("megatron", "veomni")}
-    wrong = {
-        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator != "grpo",
-        "critic.enable=True": bool(config.critic.enable),
-        "algorithm.use_kl_in_reward=True": algorithm.use_kl_in_reward,
-        "algorithm.filter_groups.enable=True": filtered.get("enable"),
-        "algorithm.rollout_correction.bypass_mode=True": correction.get("bypass_mode"),
-        f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}": actor.policy_loss.loss_mode
-        != "vanilla",
-        f"actor_rollout_ref.rollout.top_p={rollout.top_p}": rollout.top_p != 1,
-        f"actor_rollout_ref.rollout.top_k={rollout.top_k}": rollout.top_k not in (-1, 0),
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True": rollout.get("enable_rollout_routing_replay"),
-        "trainer.v1.sampler.sync_refill_failed_groups=True": config.trainer.v1.sampler.get("sync_refill_failed_groups"),
-        f"data.gen_batch_size={generated}": generated not in (None, batch),
-        "distillation.enabled=True": (config.get("distillation") or {}).get("enabled"),
-        "skip.rollout_tq.enable=True": skipped.get("enable"),
-        "data.shuffle=False": not config.data.get("shuffle", True),
-    }
-    for name, router in routers.items():
-        mode = router.get("mode", "disabled")
-        wrong[f"actor_rollout_ref.actor.{name}.router_replay.mode={mode}"] = mode != "disabled"
-    remedy = {"algorithm.adv_estimator": "set it to grpo"}
-    if refills and judge.get("enable") and not judge.get("enable_resource_pool"):
+    judge = "reward.reward_model.enable"
+    if refills and _option(config, judge) and not _option(config, f"{judge}_resource_pool"):
         raise ConfigError(
-            f"{KEY}: rollout.refills: the reward model grades only when all is generated; set "
-            "reward.reward_model.enable_resource_pool"
+            f"{KEY}: rollout.refills: the reward model grades only after all answers are generated; set "
+            f"{judge}_resource_pool"
         )
-    for option, holds in wrong.items():
-        if holds:
-            name = option.partition("=")[0]
-            raise ConfigError(f"{option}: excludes replay; {remedy.get(name, 'leave it at its default')}")
+    for name, values in {**REQUIRED, "data.gen_batch_size": (None, config.data.train_batch_size)}.items():
+        if (value := _option(config, name)) not in values:
+            remedy = "set it to grpo" if name == "algorithm.adv_estimator" else "leave it at its default"
+            raise ConfigError(f"{name}={value}: excludes replay; {remedy}")
+
+
+def _option(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = None if config is None else config.get(name)
+    return config
 
 
 def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Tensor]:
-    """A stored answer as tensors of a row of verl: [P] of its prompt, [R] of its response, and [P + R]."""
+    """Return a stored answer as tensors of a row of verl: [P] prompt, [R] response, and [P + R]."""
     at = batch.at(row)
     question, answer, own = (torch.from_numpy(values).long() for values in (prompt, batch.token[at], batch.own[at]))
     whole, old = torch.cat([question, answer]), torch.from_numpy(batch.old_log_prob[at])
@@ -186,7 +184,7 @@ def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Te
     reward[-1] = batch.reward[row]
     of_prompt = {"prompts": question}
     of_response = {"responses": answer, "response_mask": own, "loss_mask": own, "rm_scores": reward}
-    # With the same log-probs of both policies, verl's correction for its rollout leaves the row as it is.
+    # Equal log-probs of both policies make verl's rollout correction 1 for this row.
     of_response |= {"old_log_probs": old, "rollout_log_probs": old, "entropy": torch.zeros_like(old)}
     of_all = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "position_ids": torch.arange(len(whole))}
     return of_prompt | of_response | of_all | {"log_probs": torch.zeros(len(whole))}
@@ -195,16 +193,10 @@ def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Te
 def replay_loss(
     config: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any = None, *, settings: LossSettings, term: Term
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` of a micro-batch, in which the objective is that of `exgrpo.train`, aggregated as verl's is.
+    """Compute verl's `ppo_loss` of a micro-batch with the objective of `exgrpo.train`, aggregated as in verl.
 
-    Args:
-        config: of the actor.
-        model_output: log-probs, and entropies where they count.
-        data: rows with `replayed` [N] and `weights`, of each token of an answer, and of the step `clip`, whether fresh
-            ratios are clipped, and `rows`, how many rows an optimiser step has on average without those that fill up.
-        dp_group: as of `ppo_loss`.
-        settings: of the run.
-        term: of replayed tokens.
+    `data` has `replayed` [N] and `weights` per response token; for the step, `clip`, True if fresh ratios are clipped,
+    and `rows`, the mean number of rows per optimiser step without padding. `term` is the term of replayed tokens.
     """
     from verl.trainer.ppo.core_algos import agg_loss
     from verl.utils.metric import AggregationType, Metric
@@ -220,14 +212,14 @@ def replay_loss(
     for name in corrected:
         weight = weight * columns[name]
     own, replayed = columns["response_mask"].bool(), data["replayed"][:, None].expand_as(old)
-    # To verl's loss no row has an advantage, and the ratios of replayed ones are 1.
+    # In verl's own loss all advantages are 0 and the ratios of replayed rows are 1: it adds only its other terms.
     without = data.copy()
     without["old_log_probs"] = torch.where(replayed | (old == PRESENT), log_prob.detach(), old)
     without["advantages"] = torch.zeros_like(advantage)
     assign_non_tensor_data(without, "global_batch_size", data["rows"])
     loss, metrics = ppo_loss(config, model_output, without, dp_group)
     all_rows, length = getattr(settings.surrogate, "all_rows", False), own.sum(1)
-    target = torch.where(own, 0, IGNORED)  # which of all words they are, the log-probs say
+    target = torch.where(own, 0, IGNORED)  # token ids are not used: the log-probs are given
     rows = MicroBatch(
         *(target, target, int(length.sum())),
         old_log_prob=old,
@@ -243,36 +235,28 @@ def replay_loss(
     clipped = float(result.clipped.sum() / length.sum().clamp(min=1))
     metrics["actor/pg_loss"] = Metric(value=policy, aggregation=AggregationType.SUM)
     metrics["actor/pg_clipfrac"] = Metric(value=clipped, aggregation=AggregationType.MEAN)
-    del metrics["actor/pg_clipfrac_lower"]  # of verl's loss
+    del metrics["actor/pg_clipfrac_lower"]  # describes verl's own loss
     return loss + policy, metrics
 
 
-def solution_keys(told: Sequence[Mapping[str, Any]], admit: str) -> list[int]:
-    """[N] keys of solutions, from what rewards of verl tell beside a score; 0: it tells none.
+def solution_keys(extras: Sequence[Mapping[str, Any]], admit: str) -> list[int]:
+    """Return [N] hashed keys of solutions from the extra items of verl's rewards; 0: the reward has none.
 
-    Raises:
-        ConfigError: `admit` compares answers by them, and none of the rewards tells one.
+    Raise ConfigError if `admit` compares answers by keys and no reward has one.
     """
-    if not any(SOLUTION in one for one in told) and getattr(rules.find("admit", admit), "distinct", None) == "key":
+    if not any(SOLUTION in one for one in extras) and getattr(rules.find("admit", admit), "distinct", None) == "key":
         raise ConfigError(
             f"{KEY}: experience.admit={admit!r}: compares answers by the keys of their solutions; let "
-            f"reward.custom_reward_function give a dict with score and {SOLUTION!r}, or use successes"
+            f"reward.custom_reward_function return a dict with score and {SOLUTION!r}, or use successes"
         )
-    return [hashed(str(form).strip()) if (form := one.get(SOLUTION)) is not None else 0 for one in told]
+    return [hashed(str(form).strip()) if (form := one.get(SOLUTION)) is not None else 0 for one in extras]
 
 
 def begin(trainer: Any) -> Started | None:
-    """Fill the experience of a new run with what `experience.start` names.
+    """Fill the experience of a new run of verl's ExGRPOTrainer from `experience.start`; None: the option is not set.
 
-    Args:
-        trainer: an ExGRPOTrainer of verl, whose workers are ready. Its `prompts` become those of all questions.
-
-    Returns:
-        what was stored; None: the option is not given.
-
-    Raises:
-        ConfigError: an answer has no key, and the method compares by keys.
-        DataError: the file cannot be read, or nothing of it can be used.
+    The workers must be ready. The trainer's `prompts` become those of all questions. Raise ConfigError if an answer
+    lacks a key by which the method compares, DataError if the file cannot be read or no answer in it is usable.
     """
     options, tokenizer, data = trainer.options, trainer.tokenizer, trainer.config.data
     if options.experience.start is None:
@@ -299,20 +283,16 @@ def begin(trainer: Any) -> Started | None:
 
 
 def check_prompt(question: int, prompt: TokenIds, known: Mapping[int, TokenIds]) -> None:
-    """Whether a question is asked with the prompt [P] behind which a new run has scored its answers, if it has.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError if a question's prompt [P] differs from the one used to score its answers at the start."""
     if not np.array_equal(known.get(question, prompt), prompt):
         raise ConfigError(
-            f"{KEY}: experience.start: row {question} of data.train_files has another prompt than the chat template "
-            "gives, behind which its answers were scored; use an agent loop that takes that one, of a single turn"
+            f"{KEY}: experience.start: the prompt of row {question} of data.train_files differs from the chat "
+            "template's, with which its answers were scored; use a single-turn agent loop, which takes that one"
         )
 
 
 def _questions(dataset: Any, tokenizer: Any, template: Mapping[str, Any]) -> list[Question]:
-    """The rows of a data set of verl, with the prompts that its agent loop of a single turn makes."""
+    """Return the rows of a data set of verl as questions, with the prompts of its single-turn agent loop."""
     from verl.utils.tokenizer.chat_template import apply_chat_template
     from verl.utils.tokenizer.tokenizer import normalize_token_ids
 
@@ -321,14 +301,13 @@ def _questions(dataset: Any, tokenizer: Any, template: Mapping[str, Any]) -> lis
         row = dataset[index]
         messages, gold = row["raw_prompt"], (row.get("reward_model") or {}).get("ground_truth", "")
         if not all(isinstance(message["content"], str) for message in messages):
-            raise ConfigError(f"{KEY}: row {index} of data.train_files is not text alone, and replay is of text")
+            raise ConfigError(f"{KEY}: row {index} of data.train_files is not only text; replay supports only text")
         prompt = tuple(normalize_token_ids(apply_chat_template(tokenizer, messages, **template)))
         questions.append(Question(index, prompt, question_text(messages), str(gold).strip(), "data.train_files"))
     return questions
 
 
 def _grade(trainer: Any, answers: Sequence[Answer]) -> list[tuple[float, int]]:
-    """Rewards of answers, and keys of their solutions, by verl's reward workers."""
     from verl import DataProto
 
     rows = [trainer.train_dataset[answer.question.index] for answer in answers]
@@ -346,6 +325,6 @@ def _grade(trainer: Any, answers: Sequence[Answer]) -> list[tuple[float, int]]:
     asked = DataProto.from_dict({**tensors, "attention_mask": torch.cat(masks, 1)}, others)
     graded = trainer.reward_loop_manager.compute_rm_score(asked)
     keys = graded.non_tensor_batch.get(SOLUTION)
-    told = [{}] * len(rows) if keys is None else [{SOLUTION: key} for key in keys.tolist()]
+    extras = [{}] * len(rows) if keys is None else [{SOLUTION: key} for key in keys.tolist()]
     rewards = graded.batch["rm_scores"].sum(1).tolist()
-    return list(zip(rewards, solution_keys(told, trainer.options.experience.admit), strict=True))
+    return list(zip(rewards, solution_keys(extras, trainer.options.experience.admit), strict=True))

@@ -1,7 +1,7 @@
-"""Experience replay in verl's own trainer: `trainer.v1.trainer_mode=exgrpo`; docs/verl.md has the command.
+"""Experience replay in verl's own trainer: `trainer.v1.trainer_mode=exgrpo`; see docs/verl.md for the command.
 
-B questions per step (`data.train_batch_size`), K answers per question (`rollout.n`), G groups, N rows. Rows of verl lie
-in its TransferQueue under keys `{uid}_{session}_{output}`, where a uid is that of a group.
+B questions per step (`data.train_batch_size`), K answers per question (`rollout.n`), G groups, N rows. verl's rows are
+in its TransferQueue under keys `{uid}_{session}_{output}`, with one uid per group.
 """
 
 import math
@@ -49,28 +49,28 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.replay.replayed import Weigher
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
-"""Folder of the experience in a checkpoint, and the prompts of its questions there."""
+"""Folder of the stored answers in a checkpoint, and its file with the prompts of their questions."""
 SCORED = "exgrpo"
-"""Partition of the TransferQueue for rows that are only scored."""
+"""Partition of the TransferQueue for rows to be scored only."""
 
 
 @register_trainer("exgrpo")
 class ExGRPOTrainer(PPOTrainerSync):
-    """verl's synchronous trainer, in which `exgrpo.train.replay` decides what is asked, joined and trained on.
+    """verl's synchronous trainer in which `exgrpo.train.replay` chooses questions, joined answers and trained rows.
 
     Its options are those of a recipe of `exgrpo.train`, under the key `exgrpo` of verl's configuration; see
     `verl_method.configure`.
 
     Attributes:
-        options: the configuration of `exgrpo.train` that they make.
-        replay: what is stored, which questions are solved, and whether replay has begun.
-        prompts: [P] token ids of questions with stored answers, and of those of this step.
+        options: the resulting configuration of `exgrpo.train`.
+        replay: stored answers, solved questions, and whether replay has begun.
+        prompts: [P] token ids of questions with stored answers, and of this step's questions.
 
     Raises:
         ConfigError: an option is wrong, or one of verl excludes replay; one line.
     """
 
-    # Of verl.
+    # Set by verl:
     train_dataset: Any
     steps_per_epoch: int
     total_training_steps: int
@@ -84,9 +84,9 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
-        self._template: dict[str, Any] = {"tag": {}}  # a row of verl, for columns that are no tensors of an answer
-        self._row: dict[str, int] = {}  # by key, rows of the batch
-        self._trained = 0  # rows that are trained on; 0 until they are known
+        self._template: dict[str, Any] = {"tag": {}}  # a row of verl, for columns that are not tensors of an answer
+        self._row: dict[str, int] = {}  # rows of the batch, by key
+        self._trained = 0  # number of trained rows; 0 until it is known
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -102,7 +102,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.replay = Replay(setting, len(self.train_dataset), options.seed, success_option=option)
 
     def _merge(self, rows: list[int]) -> None:
-        """Keep these rows, one for each question; where epochs say how many steps there are, they are of questions."""
+        """Keep one row per question, and count steps per epoch in questions."""
         count, trainer, batch = len(rows), self.config.trainer, self.config.data.train_batch_size
         print(f"data.train_files: {len(self.train_dataset)} rows, {count} questions", flush=True)
         if count < batch:
@@ -116,7 +116,7 @@ class ExGRPOTrainer(PPOTrainerSync):
                 optimizer.total_training_steps = self.total_training_steps * self.parameter_sync_step
 
     def on_init_end(self) -> None:
-        """Give the workers the loss, and a new run the experience that it begins with."""
+        """Set the workers' loss, and fill the experience of a new run."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         loss = partial(replay_loss, config=actor, settings=self.loss, term=self.weigher.term)
         self.actor_rollout_wg.set_loss_fn(loss)
@@ -134,7 +134,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         super().on_step_end()
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
-        """The questions that are asked, as verl's own loader would give them."""
+        """Return the planned questions as verl's data loader would."""
         self._trained, self._groups, self._uids = 0, [], []
         batch = self._asked(plan_generation(self.replay, self.options.questions, self.global_steps).groups)
         if batch is None:
@@ -142,7 +142,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return batch
 
     def _asked(self, groups: Sequence[PlannedGroup]) -> TensorDict | None:
-        """The rows of more planned groups, of those with a fresh answer; None: no group has one."""
+        """Add planned groups, and return the rows of those with fresh answers; None: no group has one."""
         asked, batch = [group for group in groups if group.fresh], None
         if asked:
             rows = self.train_dataloader.collate_fn([self.train_dataset[group.question] for group in asked])
@@ -164,19 +164,19 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._step_once(metrics, timing_raw, sum(group.fresh > 0 for group in self._groups))
 
     def _refilled(self) -> bool:
-        """Whether further questions are asked, since the fresh answers of too few groups have a gradient."""
+        """Ask further questions if too few groups have a gradient; return True if there are any."""
         step, uids = self.global_steps, [uid for uid, one in zip(self._uids, self._groups, strict=True) if one.fresh]
         batch, _ = self.replay_buffer.sample(global_steps=step, partition_id="train", batch_size=len(uids))
-        # The buffer forgets the questions that it has given, and is to give them again.
-        told = {"is_prompt": True, "status": "finished", "global_steps": step}
-        tq.kv_batch_put(keys=uids, partition_id="train", tags=[told] * len(uids))
+        # `sample` has removed these questions from the buffer; the step must sample them again.
+        tag = {"is_prompt": True, "status": "finished", "global_steps": step}
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=[tag] * len(uids))
         more = refill(self.replay, self._fresh(batch)[0], self.options.questions, step)
         if (asked := self._asked(more)) is not None:
             self._submit_batch_to_rollout(asked)
         return bool(more)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """As many optimiser steps as for a whole batch, whatever the number of rows that are trained on."""
+        """Keep the number of optimizer steps constant when the number of trained rows varies."""
         names = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
         part = self.config.actor_rollout_ref
         fixed = () if part.actor.use_dynamic_bsz else (*names, "ref.log_prob_micro_batch_size_per_gpu")
@@ -189,7 +189,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._get_required_batch_multiple(dp_size)
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """With verl's log-probs of the fresh rows all is known that decides on what is trained."""
+        """Choose the trained rows: verl's log-probs of the fresh rows are the last input needed."""
         batch = super()._compute_old_log_prob(batch, metrics)
         fresh, keys = self._fresh(batch)
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["old_log_probs"])
@@ -208,12 +208,12 @@ class ExGRPOTrainer(PPOTrainerSync):
         return self._to_train(batch, keys, metrics)
 
     def _fresh(self, batch: KVBatchMeta) -> tuple[StepBatch, list[str]]:
-        """The graded rows of verl, in the order of their groups, and their keys."""
+        """Return verl's graded rows, ordered by group, and their keys."""
         group_of, rows = {uid: group for group, uid in enumerate(self._uids)}, []
         for key, tag in zip(batch.keys, batch.tags, strict=True):
             uid, session, output = key.rsplit("_", 2)
             if output != "0":
-                raise ConfigError("an agent loop has given several outputs of a session, and replay is of single ones")
+                raise ConfigError("an agent loop has returned several outputs of a session; replay supports only one")
             if not tag.get("is_padding"):
                 rows.append((group_of[uid], int(session), key, tag))
         if not rows:
@@ -222,11 +222,11 @@ class ExGRPOTrainer(PPOTrainerSync):
         whole = tq.kv_batch_get(keys=list(keys[:1]), partition_id=batch.partition_id)[0]
         self._template = {name: whole[name] for name in list(whole.keys())} | {"tag": tags[0]}
         if self._template.get("multi_modal_inputs"):
-            raise ConfigError("data.train_files: the questions have images, videos or sounds, and replay is of text")
+            raise ConfigError("data.train_files: questions have images, videos or sounds; replay supports only text")
         names = ["prompts", "responses", "response_mask", "rm_scores", "extra_fields"]
         data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=names)
         columns = {name: [values.numpy() for values in data[name].unbind()] for name in names[:-1]}
-        told = [extra.get("reward_extra_info", {}) for extra in data["extra_fields"]]
+        extras = [extra.get("reward_extra_info", {}) for extra in data["extra_fields"]]
         for group, prompt in zip(groups, columns["prompts"], strict=True):
             question = self._groups[group].question
             if self.global_steps == 1 and self.options.experience.start:
@@ -239,7 +239,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             np.array(groups),
             length,
             **dict.fromkeys(("replayed", "replays", "behaviour"), np.zeros(len(keys))),
-            key=solution_keys(told, self.options.experience.admit),
+            key=solution_keys(extras, self.options.experience.admit),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
             reward=[float(scores.sum()) for scores in columns["rm_scores"]],
@@ -249,12 +249,12 @@ class ExGRPOTrainer(PPOTrainerSync):
         ), list(keys)
 
     def _keep_prompts(self, asked: set[int]) -> None:
-        """Forget the prompts of questions without a stored answer, but for some."""
+        """Drop the prompts of questions without a stored answer, except those in `asked`."""
         held = self.replay.memory.table.held
         self.prompts = {one: ids for one, ids in self.prompts.items() if one in asked or held[one]}
 
     def _to_train(self, batch: KVBatchMeta, keys: Sequence[str], metrics: dict) -> KVBatchMeta:
-        """verl's rows of what is trained on; without anything, they stay as they are, and nothing is updated."""
+        """Return verl's rows to train on; if there are none, return the batch and skip the update."""
         whole, rows = self._batch, self._batch.rows_of(self._batch.trained)
         self._trained, replayed = len(rows), rows[whole.replayed[rows]]
         self._row = dict(zip(keys, np.flatnonzero(whole.fresh).tolist(), strict=True))
@@ -273,9 +273,9 @@ class ExGRPOTrainer(PPOTrainerSync):
         return self._balance_batch(both, metrics)
 
     def _put(self, batch: StepBatch, rows: Ints, uids: Sequence[str], partition: str) -> KVBatchMeta:
-        """Put stored answers as rows beside those of verl."""
+        """Put stored answers into the TransferQueue as rows of verl."""
         keys, fields, tags = [], [], []
-        names, tag = set(self._template) - {"tag"}, self._template["tag"]  # no names: there is no row yet
+        names, tag = set(self._template) - {"tag"}, self._template["tag"]  # names are empty before the first row
         for row, uid in zip(rows.tolist(), uids, strict=True):
             question = int(batch.question[batch.group[row]])
             columns = answer_columns(batch, row, self.prompts[question])
@@ -291,7 +291,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return KVBatchMeta(keys=keys, tags=tags, partition_id=partition)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """verl's, whose advantages and old log-probs give way to those of `exgrpo.train`."""
+        """Replace verl's advantages and old log-probs by those of `exgrpo.train`."""
         result = super()._compute_advantage(batch, metrics)
         whole, setting, objective = self._batch, self.replay.setting, self.options.objective
         if not self._trained:
@@ -305,7 +305,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         weight = whole.by_token(learnt * share) * whole.factor
         rows = [self._row.get(key) for key in batch.keys]
 
-        def of_rows(values: np.ndarray) -> torch.Tensor:  # what fills up has no row, and weighs nothing
+        def of_rows(values: np.ndarray) -> torch.Tensor:  # padding has no row and gets weight 0
             known = zip(rows, batch.tags, strict=True)
             parts = [np.zeros(tag["response_len"]) if row is None else values[whole.at(row)] for row, tag in known]
             tensors = [torch.from_numpy(part.astype(np.float32)) for part in parts]
@@ -328,12 +328,11 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._update_actor(batch, metrics) if self._trained else batch
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        """Stored answers are compared at temperature 1, whatever the temperature of sampling."""
-        return MeanScores.of(candidates, self.scores(candidates, 1.0))
+        return MeanScores.of(candidates, self.scores(candidates, 1.0))  # selection is defined at temperature 1
 
     def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
-        """Of the tokens of stored answers under the current policy, by the workers; None: at that of the rollout."""
-        trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
+        """Score stored answers under the current policy, by the workers; temperature None: the rollout's."""
+        trained, self._trained = self._trained, 0  # scoring needs no whole mini-batches
         rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
         padded = self._balance_batch(rows, {})
         temperature = temperature or self.options.rollout.temperature
@@ -347,7 +346,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return Score(*of_answers)
 
     def _save_checkpoint(self) -> None:
-        """First the experience, so that a checkpoint that verl takes for whole has it."""
+        # Before verl's own state, so that a checkpoint that verl considers complete has the experience.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / EXPERIENCE
         save_replay(folder, self.replay, self.global_steps)
         questions, prompts = list(self.prompts), list(self.prompts.values())

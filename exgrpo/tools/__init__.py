@@ -1,4 +1,4 @@
-"""The programs beside a training run. Its modules say which extra to install where one of their packages is missing."""
+"""Programs other than training. Importing one without its packages raises an error that names the extra to install."""
 
 from exgrpo.extras import imported_under
 

@@ -1,8 +1,8 @@
 """Time the policy loss of a head by each backend and by plain torch, on this machine: `exgrpo bench`.
 
-It takes about a minute and leaves bench.json. All rows take turns. "Floor / time" compares with the three bare matrix
-products of forward and backward in the same dtype; higher is faster. Memory is what a call takes beyond its inputs. The
-error is that of the gradients against float64, relative, on 256 tokens.
+It takes about a minute and writes bench.json. All rows take turns. "Floor / time" compares with the three bare matrix
+products of forward and backward in the same dtype; higher is faster. Memory is the peak of a call beyond its inputs.
+The error is the relative error of the gradients against float64, on 256 tokens.
 """
 
 import argparse
@@ -29,22 +29,22 @@ from exgrpo.kernels.dispatch import BACKENDS, unavailable
 from exgrpo.kernels.timing import Call, Shape, interleave, make_inputs, paired_spread, peak_bytes
 
 FLOOR, OURS, PLAIN = "floor", "exgrpo", "full logits"
-"""Names of the bare products and of plain torch; what the names of the backends' rows begin with."""
+"""Row names: bare products, prefix of the backends, plain torch."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = {"cpu": Shape(512, 896, 32000), "cuda": Shape(8192, 1536, 151936)}
-"""Sizes that are not given."""
+"""Default sizes."""
 SECONDS = {"cpu": 60.0, "cuda": 30.0}
-"""Until the last round begins."""
+"""Seconds of measurement; a round that has begun is completed."""
 ERROR_TOKENS = 256
 WRONG = 8.0
-"""An error so many times that of plain torch in the same dtype is not rounding."""
+"""A row is wrong if its error exceeds this multiple of plain torch's error in the same dtype."""
 CLIP = 0.2
 OLD_NOISE = 0.05
-"""Spread of log pi - log pi_old in nats, so small that almost no token is clipped: a clipped one has no products."""
+"""Standard deviation of log pi - log pi_old in nats: so that almost no token is clipped and skips its products."""
 
 
-class Problem(NamedTuple):
-    """Inputs of a policy loss: hidden [T, D] and weight [V, D], both leaves; target, old_log_prob and advantage [T]."""
+class LossInputs(NamedTuple):
+    """Inputs of a policy loss: hidden [T, D] and weight [V, D], both leaves; target, old_log_prob, advantage [T]."""
 
     hidden: Tensor
     weight: Tensor
@@ -52,58 +52,55 @@ class Problem(NamedTuple):
     old_log_prob: Tensor
     advantage: Tensor
 
-    def part(self, tokens: int, dtype: torch.dtype) -> "Problem":
-        """Return the first tokens in a dtype, with leaves of their own."""
+    def part(self, tokens: int, dtype: torch.dtype) -> "LossInputs":
+        """Return the first tokens in a dtype, with new leaves."""
         leaves = (x.detach().to(dtype, copy=True).requires_grad_() for x in (self.hidden[:tokens], self.weight))
-        return Problem(*leaves, *(x[:tokens] for x in self[2:]))
+        return LossInputs(*leaves, *(x[:tokens] for x in self[2:]))
 
 
 Gradients = tuple[Tensor, ...]
-Loss = Callable[[Problem], Gradients]
+Loss = Callable[[LossInputs], Gradients]
 
 
-def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Return the inputs of a shape, the same every time, with the sharp softmax of a language model."""
+def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> LossInputs:
+    """Return seeded inputs of a shape, with the sharp softmax of a language model."""
     hidden, weight, target, _ = make_inputs(*shape, dtype, device)
     generator = torch.Generator(device).manual_seed(1)
     noise, advantage = torch.randn(2, shape.tokens, generator=generator, device=device)
     old = linear_log_prob(hidden, weight, target, backend="torch").log_prob + OLD_NOISE * noise
-    return Problem(
+    return LossInputs(
         hidden.requires_grad_(), weight.requires_grad_(), target, old, advantage.sign() * (0.5 + advantage.abs())
     )
 
 
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Return log-probs [T] from all logits, with softmax in fp32, or in float64 where the inputs are."""
+    """Return log-probs [T] from all logits, with softmax in fp32 (float64 for float64 inputs)."""
     logits = hidden @ weight.T
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
-def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: Problem) -> Gradients:
-    """Return the gradients by plain torch, from log-probs of targets."""
+def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: LossInputs) -> Gradients:
+    """Return the gradients by plain torch from a function of log-probs."""
     hidden, weight, target, old, advantage = problem
     ratio = (log_probs(hidden, weight, target) - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum()
     return torch.autograd.grad(-gain / len(target), (hidden, weight))
 
 
-def fused(backend: str, problem: Problem) -> Gradients:
+def fused(backend: str, problem: LossInputs) -> Gradients:
     """Return the gradients by a backend of `exgrpo.kernels`."""
     loss = linear_policy_loss(*problem, clip=(CLIP, CLIP), normalizer=len(problem.target), backend=backend).loss
     return torch.autograd.grad(loss, (problem.hidden, problem.weight))
 
 
 def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Call:
-    """Return a call that does the bare products of a head into memory that is there already.
+    """Return a call that computes the bare products of hidden [T, D] and weight [V, D] into preallocated memory.
 
-    Args:
-        hidden: [T, D].
-        weight: [V, D].
-        forward: multiply the logits alone, without the gradients of hidden and weight.
+    With `forward` it computes only the logits, without the gradients of hidden and weight.
     """
     logits = hidden.new_empty(len(hidden), len(weight))
-    # Not any values: some CPUs multiply denormals 26 times slower, and GPUs multiply equal numbers faster.
+    # Random values: some CPUs multiply denormals 26 times slower, and GPUs multiply equal numbers faster.
     grad = torch.empty_like(logits).uniform_(0.1, 1.0)
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -116,24 +113,24 @@ def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Call:
     return multiply
 
 
-def gradient_error(loss: Loss, problem: Problem) -> float:
-    """Return the larger relative error of both gradients against float64, on some tokens."""
+def gradient_error(loss: Loss, problem: LossInputs) -> float:
+    """Return the larger relative error of both gradients against float64, on the first `ERROR_TOKENS` tokens."""
     some = problem.part(ERROR_TOKENS, problem.hidden.dtype)
     pairs = zip(loss(some), plain(full_logits, some.part(ERROR_TOKENS, torch.float64)), strict=True)
     return max(((found.double() - true).norm() / true.norm()).item() for found, true in pairs)
 
 
 def measure(
-    problem: Problem, losses: Mapping[str, Loss], device: torch.device, seconds: float
+    problem: LossInputs, losses: Mapping[str, Loss], device: torch.device, seconds: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Time losses by name and the bare products in turns; return the rows that ran, fastest first, and the failures."""
+    """Time losses and the bare products in turns; return the rows that ran, fastest first, and failures by name."""
     calls: dict[str, Call] = {FLOOR: products(problem.hidden.detach(), problem.weight.detach())}
     calls |= {name: partial(loss, problem) for name, loss in losses.items()}
     times, failed = interleave(calls, device, seconds, end=time.perf_counter() + seconds)
     rows: list[dict[str, Any]] = []
     for name, of_row in times.items():
         row: dict[str, Any] = {"row": name, "median": statistics.median(of_row), "seconds": of_row, "peak_bytes": None}
-        with suppress(OSError):  # a system that does not tell
+        with suppress(OSError):  # some systems do not report it
             row["peak_bytes"] = peak_bytes(calls[name], device)
         if name != FLOOR:
             row["floor_over_time"] = paired_spread(times[FLOOR], of_row)
@@ -146,7 +143,7 @@ def measure(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as a table."""
+    """Format the rows as a table."""
     lines = [f"{'':26}{'time':>13}{'floor / time':>24}{'memory':>12}{'error':>10}"]
     for row in rows:
         ratio = "{:.2f} ({:.2f} to {:.2f})".format(*row["floor_over_time"]) if "floor_over_time" in row else ""
@@ -159,7 +156,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the figures hold for: device, threads, load before the start, versions."""
+    """Return the conditions of the measurement: device, threads, load before the start, versions."""
     return {
         "date": str(datetime.date.today()),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
@@ -177,7 +174,7 @@ def _count(words: str) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("exgrpo bench", description=__doc__, formatter_class=formatter)
     parser.add_argument("--tokens", type=_count, help="rows of the head (512; on a GPU 8192)")
@@ -189,7 +186,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; its exit status is 1 where a row of ours fails or is wrong."""
+    """Run the program; return 1 if a row of ours fails or is wrong."""
     options = parse(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usual = HEADS[device.type]

@@ -1,5 +1,6 @@
-"""The checks of `exgrpo doctor`, and the program that does one of them and writes its finding into a folder:
-`python -m exgrpo.tools.checks NAME RECIPE FOLDER PARENT`. The doctor itself goes without torch.
+"""The checks of `exgrpo doctor`, one process each: `python -m exgrpo.tools.checks NAME RECIPE FOLDER PARENT`.
+
+It writes its finding into FOLDER. The doctor itself does not import torch.
 """
 
 import json
@@ -20,9 +21,8 @@ from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, merged, read_re
 
 FINDING, LOG = "finding.json", "log"
 BACKENDS = ("cpu", "cuda", "torch", "triton")
-"""`exgrpo.kernels.dispatch.BACKENDS`; that module imports torch."""
-ON_CPU = 2
-"""Processes of `step_all` without a GPU."""
+"""Copy of `exgrpo.kernels.dispatch.BACKENDS`, whose module imports torch."""
+ON_CPU = 2  # processes of `step_all` without a GPU
 SIZES = {
     "steps": 1,
     "questions": 8,
@@ -50,18 +50,18 @@ STEP_REMEDY = (
 
 
 class Skipped(Exception):
-    """A check cannot run on this machine; the message says why."""
+    """A check cannot run on this machine; the message gives the reason."""
 
 
 class CheckFailedError(ExgrpoError, RuntimeError):
-    """A part does not work; the message says what was found and what to do."""
+    """A part does not work; the message gives finding and remedy."""
 
 
 class Check(NamedTuple):
     """A part that a run needs.
 
-    `function(recipe, folder)` returns what it has measured. It raises Skipped where it cannot run here, an ExgrpoError
-    with a remedy of its own or any other exception where the part does not work. The folder is empty but for the log.
+    `function(recipe, folder)` returns its measurement. It raises Skipped if it cannot run here, and an ExgrpoError with
+    its own remedy or any other exception if the part does not work. The folder is empty but for the log.
     """
 
     function: Callable[[Config, Path], str]
@@ -69,7 +69,7 @@ class Check(NamedTuple):
 
 
 def gpus() -> int:
-    """Return the number of GPUs that a run can use; 0: the CPU computes."""
+    """Return the number of GPUs that a run can use; 0: compute on the CPU."""
     import torch
 
     without = os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
@@ -110,7 +110,7 @@ def check_backend(backend: str, recipe: Config, folder: Path) -> str:
 
 
 def tiny_run(recipe: Config, folder: Path, engine: str | None = None) -> Config:
-    """Return the configuration of a small run that computes as the recipe does, by this engine or without servers."""
+    """Return the configuration of a small run that computes as the recipe does, with `engine` or without servers."""
     taken = {key: getattr(getattr(recipe, section), name) for key in TAKEN for section, name in [key.split(".")]}
     if engine or taken["rollout.engine"] == "server":
         taken["rollout.engine"] = engine or "auto"
@@ -120,7 +120,7 @@ def tiny_run(recipe: Config, folder: Path, engine: str | None = None) -> Config:
 def check_step(processes: Callable[[], int], engine: str | None, recipe: Config, folder: Path) -> str:
     """Train for one step; the run compares its engine's weights and log-probs with the trainer's before and after it.
 
-    `processes` returns their number. The rollout engine is that of the recipe if `engine` is None.
+    `processes` returns their number. The rollout engine is the recipe's if `engine` is None.
     """
     from exgrpo.train.rollout.vllm.availability import INSTALL, installed_version
 
@@ -145,14 +145,14 @@ def check_step(processes: Callable[[], int], engine: str | None, recipe: Config,
 
 
 def all_processes() -> int:
-    """Return the number of GPUs, or `ON_CPU` without one. Raises Skipped for one GPU."""
+    """Return the number of GPUs, or `ON_CPU` without one. Raise Skipped for one GPU."""
     if gpus() == 1:
         raise Skipped("this machine has one GPU: step_one is the same")
     return gpus() or ON_CPU
 
 
 def wrong_in(step: Mapping[str, float | None]) -> str:
-    """Return what is impossible in the metrics of a step, where None stands for NaN; empty: nothing."""
+    """Return what is impossible in the metrics of a step, None being NaN; an empty string if nothing is."""
     if step["skipped_updates"]:  # in fp16 until the loss scale has come down
         return "" if "loss_scale" in step else "an optimiser step was skipped: its gradient is not finite"
     loss, norm = (math.nan if value is None else value for value in (step["loss"], step["grad_norm"]))
@@ -167,11 +167,11 @@ CHECKS = {
     "step_all": Check(partial(check_step, all_processes, None), STEP_REMEDY),
     "vllm": Check(partial(check_step, lambda: 1, "vllm"), STEP_REMEDY),
 }
-"""In the order in which they are done."""
+"""Checks by name, in order of execution."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do a check; the exit status is 0 where it has come to a finding."""
+    """Do a check; return 0 if it has reached a finding."""
     name, recipe, folder = argv[0], Path(argv[1]), Path(argv[2])
     end_group_with_parent(int(argv[3]))
 

@@ -1,4 +1,4 @@
-"""Memory by part and FLOPs of a step: arithmetic of a configuration and a model's shape, without its weights."""
+"""Memory by part and FLOPs of a step, computed from a configuration and a model's shape, without its weights."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,14 @@ from exgrpo.train.run.plan import make_plan
 GIB = 1 << 30
 STORED_ANSWERS = 1000
 ANSWER_OVERHEAD = 700
-"""Bytes of a stored answer beyond 8 per token: the object, two arrays, its place in a checkpoint."""
+"""Bytes of a stored answer beyond 8 per token: the object, two arrays, its entry in a checkpoint."""
 ASLEEP, OFFLOADED = "rollout engines asleep", "offloaded optimizer states"
 
 
 def costs(config: Config, shape: ModelShape, processes: int, gpu_gib: float | None) -> Iterator[str | Table]:
-    """Yield memory plan, memory by part, disk space and FLOPs of a step, to be printed.
+    """Yield memory plan, memory by part, disk space and FLOPs of a step, for printing.
 
-    Args:
-        config: of the run.
-        shape: of the model.
-        processes: of the run.
-        gpu_gib: GiB of memory of each GPU; None: of this machine's GPUs, or of its CPU where there is none.
+    `gpu_gib` is the memory of each GPU in GiB; None: this machine's GPUs, or its CPU if it has none.
     """
     on_gpu = gpu_gib is not None or gpus() > 0
     if on_gpu:
@@ -42,7 +38,7 @@ def costs(config: Config, shape: ModelShape, processes: int, gpu_gib: float | No
         config = plan.config
         yield str(plan)
     elif config.rollout.engine == "auto" and not config.rollout.servers:
-        config = changed(config, {"rollout.engine": "transformers"})  # as it is chosen on CPUs
+        config = changed(config, {"rollout.engine": "transformers"})  # what `auto` chooses on CPUs
     unit = "GPU" if on_gpu else "process"
     yield f"{config.policy.path}: {shape.total:,} parameters in {config.policy.dtype} on {processes} x {unit}"
     items = gpu_memory(config, shape, processes, "cuda" if on_gpu else "cpu")
@@ -58,14 +54,14 @@ def costs(config: Config, shape: ModelShape, processes: int, gpu_gib: float | No
 
 
 def _usable(gpu_gib: float | None, processes: int) -> float:
-    """Bytes of each GPU that tensors may take."""
+    """Return the bytes per GPU available to tensors."""
     if gpu_gib is None:
         gpu_gib = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(min(processes, gpus()))) / GIB
     return max(0.0, (gpu_gib - RESERVED_GIB) * GIB)
 
 
 def free_memory() -> float:
-    """Return the bytes of CPU memory that are free on the machine, and in its container where that has less."""
+    """Return the bytes of free CPU memory, or those of its container if that has less."""
     free = [float(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024]  # type: ignore[index]
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no container, or one without a limit, which is the word "max"
@@ -90,7 +86,7 @@ def cpu_memory(config: Config, shape: ModelShape, processes: int) -> dict[str, f
 
 
 def disk(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the bytes on disk at the end of a run, by part, with one checkpoint that is being written."""
+    """Return the bytes on disk at the end of a run by part, including one checkpoint being written."""
     trained, kept = shape.trained(config.lora, 1), config.checkpoint.keep
     saved = trained if config.lora.result == "adapters" else shape.total
     exports = config.steps // config.output.export_every if config.output.export_every else 0
@@ -103,9 +99,9 @@ def disk(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def step_tflops(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the TFLOPs of a step without replay by phase, as the metric `mfu` counts them, at full lengths.
+    """Return the TFLOPs of a step without replay by phase, counted as by the metric `mfu`, at full lengths.
 
-    A replayed answer takes its part of the update and no generation.
+    A replayed answer costs its part of the update but no generation.
     """
     group = Reading(config.data.max_prompt_tokens, (config.rollout.max_tokens,) * config.rollout.samples)
     forward = config.questions * group.flops(shape) / 1e12

@@ -1,7 +1,7 @@
 """Check this machine: `python -m exgrpo.tools.doctor [--recipe FILE] [--only NAME ...]`.
 
-Each check is a process of its own, one after the other, so that a part that crashes or hangs is a row and the others
-follow. Nothing is written outside a temporary folder and --output.
+Each check runs in its own process, one after the other, so that a crash or hang becomes a row and the others go on.
+Nothing is written outside a temporary folder and --output.
 """
 
 import getpass
@@ -41,13 +41,13 @@ PACKAGES = (
     *("accelerate", "flash-attn", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
 )
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a launcher that started the doctor; the checks start their own processes."""
+"""Variables removed from the environment of the checks, which start their own processes."""
 CHILD = "exgrpo.tools.checks"
 SHOWN_LINES = 25
 
 
-class Options(Section):
-    """Check every part that a run needs on this machine; the exit status is 0 if none of them fails."""
+class DoctorOptions(Section):
+    """Check every part that a run needs on this machine; the exit status is 0 if none fails."""
 
     recipe: Path | None = Field(
         None, description="YAML recipe, or builtin:NAME, of the run to come; None: the default run, in bf16."
@@ -58,7 +58,7 @@ class Options(Section):
 
 
 class Finding(NamedTuple):
-    """Outcome of a check; `result` is ok, failed or skipped, and `output` has its last lines if it failed."""
+    """Outcome of a check; `result` is ok, failed or skipped, and `output` has the last lines of a failed one."""
 
     name: str
     result: str
@@ -67,31 +67,23 @@ class Finding(NamedTuple):
     output: tuple[str, ...] = ()
 
 
-def parse_options(argv: Sequence[str]) -> Options:
-    """Return the options of a command line.
-
-    Raises:
-        ConfigError: an option is unknown or impossible.
-    """
-    options = options_of(Options, "python -m exgrpo.tools.doctor", argv)
+def parse_options(argv: Sequence[str]) -> DoctorOptions:
+    """Parse the command line; raise ConfigError for unknown or impossible options."""
+    options = options_of(DoctorOptions, "python -m exgrpo.tools.doctor", argv)
     if unknown := [name for name in options.only if name not in CHECKS]:
         raise ConfigError(f"--only: there is no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     return options
 
 
-def recipe_of(options: Options) -> Config:
-    """Return the configuration of the run to come; the default run computes in bf16, as most runs on GPUs do.
-
-    Raises:
-        ConfigError: the recipe is wrong.
-    """
+def recipe_of(options: DoctorOptions) -> Config:
+    """Return the configuration of the run to come; raise ConfigError if the recipe is wrong."""
     path = DEFAULT_RUN if options.recipe is None else recipe_path(options.recipe)
-    changes = {"policy.dtype": "bf16"} if options.recipe is None else {}
+    changes = {"policy.dtype": "bf16"} if options.recipe is None else {}  # as most runs on GPUs
     return unfinished(merged(read_recipe(path), changes), str(path))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; its exit status is 1 if a check has failed."""
+    """Run the program; return 1 if a check has failed."""
     findings: list[Finding] = []
 
     def work(resources: ExitStack) -> None:
@@ -116,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(checks: Mapping[str, Check], recipe: Config, scratch: Path, timeout: float) -> Iterator[Finding]:
-    """Yield the findings of checks, done one after the other in a folder each; standard error shows the progress."""
+    """Do the checks one after the other, each in its own folder; show progress on standard error."""
     path, console = scratch / "recipe.yaml", Console(stderr=True, highlight=False)
     path.write_text(to_yaml(recipe), encoding="utf-8")
     with console.status("") as status:
@@ -131,7 +123,7 @@ def examine(checks: Mapping[str, Check], recipe: Config, scratch: Path, timeout:
 
 
 def run_check(name: str, remedy: str, recipe: Path, folder: Path, timeout: float) -> Finding:
-    """Do a check in a process that leads a session of its own, and kill what is left of that session afterwards."""
+    """Do a check in a process that leads its own session, and kill the rest of that session afterwards."""
     command = [sys.executable, "-m", CHILD, name, *map(str, (recipe, folder, os.getpid()))]
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHERS}
     begin, status = time.monotonic(), None
@@ -162,13 +154,13 @@ def run_check(name: str, remedy: str, recipe: Path, folder: Path, timeout: float
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """Return the number of checks by result, in a line."""
+    """Return the number of checks by result, as one line."""
     results = [found.result for found in findings]
     return ", ".join(f"{results.count(result)} {result}" for result in ("ok", "failed", "skipped"))
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Return the text to paste into a report, in Markdown: versions, hardware, checks, last output of failed ones."""
+    """Return the report as Markdown: versions, hardware, checks, last output of failed ones."""
     versions = f"python {platform.python_version()}, {installed(*PACKAGES)}"
     lines = [f"# exgrpo doctor: {verdict(findings)}", "", versions, ""]
     lines += [f"- {line}" for line in hardware()]
@@ -183,7 +175,7 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def hardware() -> list[str]:
-    """Return a line each about processor and memory, system and GPUs."""
+    """Return lines about processor and memory, system and GPUs."""
     name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     cores = len(os.sched_getaffinity(0))
     processor = name[1] if name else platform.machine()
@@ -203,9 +195,9 @@ def hardware() -> list[str]:
 
 
 def anonymous(content: str) -> str:
-    """Return a text without the names of host and user."""
+    """Remove the names of host and user from a text."""
     user = ""
-    with suppress(OSError, KeyError):  # of a number without a name
+    with suppress(OSError, KeyError):  # the user id may have no name
         user = getpass.getuser()
     for name, sign in ((socket.gethostname(), "<host>"), (user, "<user>")):
         if len(name) > 2 and name not in ("localhost", "root"):

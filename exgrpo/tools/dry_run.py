@@ -14,48 +14,26 @@ from exgrpo.train.run.startup_checks import Early
 if TYPE_CHECKING:
     from rich.table import Table
 
-GPUS = {
-    "A100-40": 40,
-    "A100-80": 80,
-    "H100": 80,
-    "H200": 141,
-    "B200": 180,
-    "L40S": 48,
-    "A6000": 48,
-    "RTX3090": 24,
-    "RTX4090": 24,
-    "RTX5090": 32,
-}
-"""GiB of memory by name. A data sheet's gigabytes are taken as GiB."""
+SERVER_GPUS = {"A100-40": 40, "A100-80": 80, "H100": 80, "H200": 141, "B200": 180, "L40S": 48, "A6000": 48}
+GPUS = SERVER_GPUS | {"RTX3090": 24, "RTX4090": 24, "RTX5090": 32}
+"""GiB of memory by name: the data sheet's gigabytes, taken as GiB."""
 
 
 def machine(words: str) -> tuple[str, int | None]:
-    """Return a GPU's name in `GPUS` and the number of GPUs, None if not given: h100x8, A100-80.
-
-    Raises:
-        ValueError: the GPU is unknown.
-    """
+    """Parse a key of `GPUS` with an optional count (None if absent), as h100x8; raise ValueError for an unknown GPU."""
     for name in GPUS:
         if found := re.fullmatch(rf"{name}(?:x([1-9][0-9]*))?", words, re.IGNORECASE):
             return name, int(found[1]) if found[1] else None
-    raise ValueError(f"give a GPU and how many of them, as h100x8; known ones are {', '.join(GPUS)}")
+    raise ValueError(f"expected a GPU and a count, such as h100x8; known GPUs are {', '.join(GPUS)}")
 
 
 def lines(
     config: Config, early: Early, resumed: Path | None, processes: int, gpu: str | None
 ) -> "Iterator[str | Table]":
-    """Yield the parts of a dry run, to be printed.
+    """Yield the parts of a dry run, for printing; raise ModelError or ConfigError for a wrong model configuration.
 
-    Args:
-        config: the resolved configuration.
-        early: the questions that were read.
-        resumed: the folder of the run that would go on; None: a new one.
-        processes: of the run.
-        gpu: the kind of GPU they run on, one of `GPUS`; None: this machine.
-
-    Raises:
-        ModelError: the model's configuration cannot be read.
-        ConfigError: an override does not suit it.
+    `resumed` is the folder of the run that would be resumed, None for a new run; `gpu` a key of `GPUS`, None for this
+    machine.
     """
     yield "\n".join((to_yaml(config), *plan(config, early, resumed, processes), ""))
     # transformers and DeepSpeed take seconds to import
@@ -73,7 +51,7 @@ def lines(
 
 
 def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
-    """Return the plan of a run in sentences."""
+    """Return the plan of a run as sentences."""
     rows = sum(map(len, early.questions))
     held_out = {name: sum(map(len, sources)) for name, sources in early.held_out.items()}
     sets = ", ".join(f"{name} ({count})" for name, count in held_out.items()) or "none"

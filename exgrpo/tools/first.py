@@ -1,7 +1,7 @@
 """`exgrpo train --first [OPTIONS]`: the first result, two runs side by side and one page about both.
 
-Each run is an ordinary one, a program on a core of its own: GRPO without replay, and freshper, each as the project's
-search found it best on this task. One that was stopped goes on, and one that is finished is not done again.
+Each is an ordinary training run on one core: GRPO without replay, and freshper, each with the settings that the
+project's search found best on this task. A stopped run is resumed, and a finished one is not repeated.
 """
 
 import os
@@ -35,8 +35,7 @@ NAME = "first"
 RECIPES = ASSETS / NAME
 ARMS = ("without_replay", "with_replay")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-LOOK_EVERY = 0.5
-"""Seconds."""
+LOOK_EVERY = 0.5  # seconds
 LAST_LINES = 3
 NEXT = "One run of your own is `exgrpo train`: ExGRPO as published. `exgrpo train --help` has all options."
 
@@ -46,7 +45,7 @@ class RunFailedError(ExgrpoError, RuntimeError):
 
 
 def last_words(log: Path) -> str:
-    """The last lines that a run has printed, and the place of all of them."""
+    """Return the last lines that a run has printed, and the path of its log."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
     return f"{' / '.join(lines)} (its output: {log})"
 
@@ -60,10 +59,9 @@ class Arm:
 
     @classmethod
     def of(cls, name: str, options: Sequence[str]) -> "Arm":
-        """The run of a recipe, with options of the user.
+        """Return the run of a recipe with the user's options.
 
-        Raises:
-            ConfigError: one of them is wrong, or the run that is there was another one.
+        Raise ConfigError for a wrong option, or if the existing run has other options.
         """
         arguments = [f"--recipe={RECIPES / name}.yaml", *options]
         asked = parse_args(arguments)
@@ -80,17 +78,17 @@ class Arm:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return self.config.output.folder / str(self.config.output.name)
 
     @property
     def log(self) -> Path:
-        """What the run prints."""
+        """File with the run's output."""
         return self.folder.with_suffix(".log")
 
     @property
     def steps(self) -> int:
-        """How many are done."""
+        """Number of steps done."""
         try:
             records, _ = read_records(self.folder / METRICS)
         except OSError:
@@ -101,11 +99,7 @@ class Arm:
 def start(core: int, arguments: Sequence[str], log: Path, folder: Path = Path()) -> subprocess.Popen[bytes]:
     """Start a run on one core, with one thread; it ends with this process.
 
-    Args:
-        core: its number.
-        arguments: of the training program.
-        log: file to whose end its output goes.
-        folder: where it works: relative paths of its options begin there.
+    Its output is appended to `log`; relative paths in its options start in `folder`.
     """
     command = [sys.executable, "-m", __name__, str(core), str(os.getpid()), *arguments]
     with log.open("ab") as output:
@@ -116,21 +110,17 @@ def start(core: int, arguments: Sequence[str], log: Path, folder: Path = Path())
             stderr=subprocess.STDOUT,
             cwd=folder,
             env=os.environ | dict.fromkeys(THREADS, "1"),
-            start_new_session=True,  # Ctrl-C is for this process, which stops its runs
+            start_new_session=True,  # Ctrl-C must reach this process only, which then stops its runs
         )
 
 
 def cores(wanted: int) -> list[int]:
-    """So many cores that this process may use, or all."""
+    """Return up to `wanted` cores that this process may use."""
     return sorted(os.sched_getaffinity(0))[:wanted]
 
 
 def do(arms: Sequence[Arm], progress: Progress) -> None:
-    """Do what is left of each run, side by side.
-
-    Raises:
-        RunFailedError: one has failed; the others were stopped.
-    """
+    """Do the unfinished runs side by side. If one fails, stop the others and raise RunFailedError."""
     bars = [progress.add_task(_title(arm.folder), total=arm.config.steps) for arm in arms]
     waiting = [arm for arm in arms if not (arm.folder / FINISHED).exists()]
     free = cycle(cores(len(arms)))
@@ -151,7 +141,7 @@ def do(arms: Sequence[Arm], progress: Progress) -> None:
 
 
 def table(arms: Sequence[Arm], runs: Sequence[RunData]) -> Table:
-    """Where each run ends, and what it has spent until then."""
+    """Return final scores and total costs of the runs."""
     samples = arms[0].config.evaluation.samples
     shown = Table("arm")
     for heading in ("Pass@1", f"Pass@{samples}", "generated tokens", "seconds"):
@@ -174,7 +164,7 @@ def _title(folder: Path) -> str:
 
 
 def main(options: Sequence[str]) -> int:
-    """Do both runs and write the page; returns the exit status."""
+    """Do both runs and write the page; return the exit status."""
 
     def work(_: ExitStack) -> None:
         arms = [Arm.of(name, options) for name in ARMS]
@@ -188,15 +178,15 @@ def main(options: Sequence[str]) -> int:
         page = folder.with_suffix(".html")
         write_report([arm.folder for arm in arms], page)
         console.print(table(arms, runs))
-        left = f"The curves are in {page}, and all that the runs have left is in {folder}."
+        left = f"The curves are in {page}, and the files of the runs are in {folder}."
         for line in (result(group_runs(runs)), left, NEXT):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return run_program(work, "stopped: the same command goes on where it stood")
+    return run_program(work, "stopped: the same command resumes it")
 
 
 def one(argv: Sequence[str]) -> int:
-    """The program that `start` starts, `CORE PARENT [ARGUMENTS]`; it ends when the process PARENT is gone."""
+    """Train as a child of `start`, with arguments `CORE PARENT [ARGUMENTS]`; end when the process PARENT ends."""
     core, parent, *arguments = argv
     os.sched_setaffinity(0, {int(core)})
     end_with_ancestor(int(parent))

@@ -1,8 +1,8 @@
-"""`exgrpo train [--processes P] [--restarts N] [OPTIONS]`: a run whose processes are started, and started again.
+"""`exgrpo train [--processes P] [--restarts N] [OPTIONS]`: start a run's processes, and restart them after a failure.
 
-They are the training program's, started by PyTorch's launcher on one host. `deepspeed exgrpo/train/main.py` and
-`torchrun exgrpo/train/main.py` start them on several. One process that is not started again needs no launcher: this
-program becomes the training program.
+PyTorch's launcher starts the training program on one host; `deepspeed exgrpo/train/main.py` and `torchrun
+exgrpo/train/main.py` start it on several. A single process without restarts needs no launcher: this program becomes the
+training program.
 """
 
 import datetime
@@ -36,16 +36,16 @@ PROGRAM = "exgrpo train"
 MAIN = Path(__file__).parents[1] / "train" / "main.py"
 
 
-class Launch(BaseModel):
-    """How the processes of a run are started. The options of training come below."""
+class LaunchOptions(BaseModel):
+    """Start the processes of a run. The options of training come below."""
 
     model_config = ConfigDict(frozen=True)
 
     first: bool = Field(
         False, description="Do the first result: two small runs, with replay and without, and one page about both."
     )
-    processes: int = Field(1, ge=1, description="How many: one for each GPU.")
-    restarts: int = Field(0, ge=0, description="How often they are started again, from the newest checkpoint.")
+    processes: int = Field(1, ge=1, description="Number of processes: one per GPU.")
+    restarts: int = Field(0, ge=0, description="Number of restarts after a failure, from the newest checkpoint.")
     dry_run: bool = Field(
         False, description="Print the configuration, the plan, memory and FLOPs of a step, and start nothing."
     )
@@ -62,20 +62,22 @@ class Launch(BaseModel):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the processes and wait for them; returns the exit status."""
+    """Start the processes and wait for them; return the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     try:
-        with one_line(Launch, PROGRAM):
-            options, rest = tyro.cli(Launch, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False)
+        with one_line(LaunchOptions, PROGRAM):
+            options, rest = tyro.cli(
+                LaunchOptions, args=list(argv), prog=PROGRAM, return_unknown_args=True, add_help=False
+            )
             if {"-h", "--help"} & set(rest):
                 with suppress(SystemExit):
-                    tyro.cli(Launch, args=["--help"], prog=PROGRAM)
-                parse_args(rest)  # prints its help, and ends
-        if options == Launch():
+                    tyro.cli(LaunchOptions, args=["--help"], prog=PROGRAM)
+                parse_args(rest)  # prints its help and exits
+        if options == LaunchOptions():
             os.execv(sys.executable, [sys.executable, str(MAIN), *rest])
         if options.first:
-            if options != Launch(first=True):
+            if options != LaunchOptions(first=True):
                 raise ConfigError("first: it starts two runs of one process each: leave the other options of it out")
             return first(rest)
         if options.machine and not options.dry_run:
@@ -89,14 +91,13 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def prepared(options: Launch, rest: list[str]) -> list[str]:
-    """The arguments of each process: a run that may start again needs a name and goes on by itself.
+def prepared(options: LaunchOptions, rest: list[str]) -> list[str]:
+    """Return the arguments of each process; a run that may restart gets a name and `--resume auto`.
 
-    Raises:
-        ConfigError: the training program would refuse them.
+    Raise ConfigError if the training program would refuse the options.
     """
     config, folder = configure(rest)
-    with ExitStack() as resources:  # what each start would say again
+    with ExitStack() as resources:  # report errors once, not at each restart
         look(config, resources, resumed=folder is not None)
     if not options.restarts or (config.resume and config.resume != AUTO):
         return rest
@@ -106,7 +107,7 @@ def prepared(options: Launch, rest: list[str]) -> list[str]:
     return rest if config.resume else [*rest, f"--resume={AUTO}"]
 
 
-def _show(options: Launch, rest: list[str]) -> int:
+def _show(options: LaunchOptions, rest: list[str]) -> int:
     quiet()
     gpu, count = machine(options.machine) if options.machine else (None, None)
     if count not in (None, options.processes) and options.processes != 1:
@@ -121,14 +122,14 @@ def _show(options: Launch, rest: list[str]) -> int:
     return 0
 
 
-def _start(options: Launch, arguments: Sequence[str]) -> int:
+def _start(options: LaunchOptions, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     own = options.model_dump(exclude_defaults=True)
     os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
-    # The store of one start has the addresses of the processes that are gone: each start needs its own.
+    # A store shared by restarts would keep the addresses of ended processes.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
@@ -145,7 +146,7 @@ def _start(options: Launch, arguments: Sequence[str]) -> int:
         elastic_launch(config, sys.executable)("-u", str(MAIN), *arguments)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode > 0:  # it has said why
+        if failure.exitcode > 0:  # the process has printed its error
             return failure.exitcode
         raise LostProcessError(
             f"the process of rank {rank} has ended by {signal.Signals(-failure.exitcode).name}, and "

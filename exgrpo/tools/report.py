@@ -15,7 +15,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.metrics.report.page import write_report
 
 
-class Options(BaseModel):
+class ReportOptions(BaseModel):
     """Write a report about runs as one HTML page."""
 
     model_config = ConfigDict(frozen=True)
@@ -25,9 +25,9 @@ class Options(BaseModel):
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
     try:
-        options = options_of(Options, "python -m exgrpo.tools.report", argv)
+        options = options_of(ReportOptions, "python -m exgrpo.tools.report", argv)
         output = options.output or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
         write_report(options.runs, output)
     except ExgrpoError as error:

@@ -1,8 +1,7 @@
-"""`python -m exgrpo.tools.serve MODEL`: a `vllm serve` that gives rollouts and takes weights.
+"""`python -m exgrpo.tools.serve MODEL`: a `vllm serve` that generates rollouts and receives weights.
 
-It only puts the command together, prints it and becomes it; options that it does not know go to vLLM as they are. The
-server answers only requests with the token that is in EXGRPO_SERVER_TOKEN, or else in ~/.exgrpo_server_token, which the
-first start makes.
+It builds the command, prints it and replaces itself with it; unknown options are passed on to vLLM. The server answers
+only requests with the token in EXGRPO_SERVER_TOKEN, or else in ~/.exgrpo_server_token, which the first start creates.
 """
 
 import argparse
@@ -38,15 +37,14 @@ SWITCHES = (
     "--disable-uvicorn-access-log",
 )
 VLLM_KEY = "VLLM_API_KEY"
-UNGUARDED = {
-    "--api-key": f"the key of vLLM guards a part of its routes only: set {TOKEN}, which guards all of them",
-    "--grpc": "the trainer speaks HTTP, and only that is guarded: leave it out",
+UNGUARDED = {  # refused options of vLLM, with the reason
+    "--api-key": f"vLLM's key guards only a part of its routes: set {TOKEN}, which guards all of them",
+    "--grpc": "the trainer uses HTTP, and only that is guarded: leave it out",
 }
-"""Options of vLLM that are refused."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Become the server."""
+    """Replace this process by the server."""
     try:
         _parser().parse_known_args(argv)  # --help needs no vLLM
         command, environment = build(argv, on_cpu=_built_for_cpu())
@@ -59,26 +57,26 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
-    """The command of a server and what it needs in its environment.
+    """Return the command of a server and its environment variables.
 
     Args:
-        argv: the arguments of this program.
-        on_cpu: for vLLM's build for CPUs, where this program sets what vLLM finds out by itself on GPUs.
+        argv: arguments of this program.
+        on_cpu: for vLLM's CPU build, which needs settings that vLLM finds by itself on GPUs.
 
     Raises:
-        ModelError: there is no such model, or it is not whole.
-        ConfigError: an option does not suit it, or the token is none.
+        ModelError: the model does not exist or is incomplete.
+        ConfigError: an option does not suit it, or the token is malformed.
     """
     own, further = _parser().parse_known_args(argv)
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **_guarded(further)}
     source = _checked(own.model, own.overrides, own.max_tokens)
     options, switches = _options(own, source, on_cpu=on_cpu), list(SWITCHES)
-    # `vllm serve`; vLLM's build for CPUs has that command, but not under the name by which it asks for its version.
+    # `vllm serve`; in vLLM's CPU build that command looks up its version under a package name that is not installed.
     program = ["vllm.entrypoints.cli.main", "serve", source.path]
     if on_cpu:
         program = ["vllm.entrypoints.launchers.api_server.entry", "--model", source.path]
         switches.append("--enforce-eager")
-        # By default each server would take the cores that the trainer has.
+        # By default each server would bind to the trainer's cores.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environment[VARIABLE] = str(choose(None, None, [Rank.here()]).count)
     pairs = [str(part) for option in options.items() for part in option]
@@ -101,11 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _guarded(further: Sequence[str]) -> dict[str, str]:
-    """What the server's guard reads in its environment.
-
-    Raises:
-        ConfigError: the token is none, or an option goes around the guard.
-    """
+    """Return the guard's environment variables; raise ConfigError for a bad token or an option that bypasses it."""
     for option in further:
         if reason := UNGUARDED.get(option.partition("=")[0].replace("_", "-")):
             raise ConfigError(f"{option}: {reason}")
@@ -116,15 +110,14 @@ def _guarded(further: Sequence[str]) -> dict[str, str]:
 
 
 def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> dict[str, Any]:
-    """The options of vLLM that have a value."""
     options: dict[str, Any] = {
         "--host": own.host,
         "--port": own.port,
-        # Servers with one seed would draw alike.
+        # Servers with the same seed would draw the same samples.
         "--seed": secrets.randbelow(2**31) if own.seed is None else own.seed,
         "--dtype": str(DTYPES[own.dtype]).removeprefix("torch."),
         "--generation-config": "vllm",
-        "--logprobs-mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
+        "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, at its temperature
         "--weight-transfer-config": json.dumps({"backend": GLOO if on_cpu else PACKED_NCCL}),
         "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
         "--middleware": "exgrpo.train.rollout.server.guard.Guard",
@@ -147,7 +140,6 @@ def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> d
 
 
 def _checked(path: str, overrides: Sequence[str], length: int | None) -> ModelSource:
-    """The model, which is whole and has positions for so many tokens."""
     source = find_model(path, from_arguments(overrides))
     if length is not None:
         check_positions(source, length, f"--max-tokens ({length})")
@@ -156,11 +148,7 @@ def _checked(path: str, overrides: Sequence[str], length: int | None) -> ModelSo
 
 
 def _built_for_cpu() -> bool:
-    """Which build of vLLM is installed.
-
-    Raises:
-        ConfigError: none, or one of a version that cannot serve.
-    """
+    """True if vLLM's CPU build is installed; raise ConfigError if vLLM is missing or of a version that cannot serve."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)

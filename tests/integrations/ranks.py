@@ -1,4 +1,4 @@
-"""What each of two gloo processes does in the tests of sharded heads."""
+"""Work of each of two gloo processes in the tests of sharded heads."""
 
 import copy
 import os

@@ -61,7 +61,7 @@ def with_clips(trainer: ExGRPOTrainer) -> tuple[ExGRPOTrainer, list[Any]]:
     """The trainer after its training, and the clips of its losses."""
     clips, objective = [], trainer._objective
 
-    def recorded(inputs: dict[str, Any]) -> trl_loss.Objective:
+    def recorded(inputs: dict[str, Any]) -> trl_loss.LossArguments:
         clips.append(objective(inputs).clip)
         return objective(inputs)
 
@@ -254,5 +254,5 @@ def test_other_arguments_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ExGRPOTrainer(str(model), reward, config, questions(), processing_class=tokenizer(), tools=[len])
     trainer = exgrpo(tmp_path, model)
     trainer.model.train()
-    with pytest.raises(ValueError, match="replay is of text"):  # images within messages, or from tools
+    with pytest.raises(ValueError, match="replay supports only text"):  # images within messages, or from tools
         trainer._generate_single_turn([[5]], [["an image"]], {}, 1)

@@ -86,7 +86,7 @@ def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None
     arrays = read_checked(tmp_path, state["arrays"])
     state["arrays"] = write_checked(tmp_path, {name: arrays[name] for name in arrays if name not in ("asked", "shown")})
     (tmp_path / STATE).write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"earlier version, which did not keep asked, shown: .* give it as the model"):
+    with pytest.raises(ValueError, match=r"earlier version, without asked, shown: .* give it as the model"):
         load_replay(tmp_path, replay)
 
 

@@ -88,7 +88,7 @@ def test_what_stored_answers_lack_is_told(tmp_path: Path, model: Path) -> None:
         return {**output, "judgement": [1.0] * len(output["prompt_ids"])}
 
     with pytest.raises(
-        ValueError, match="rollout_func: gives judgement for rewards, which stored answers .* 'appended'"
+        ValueError, match="rollout_func: returns judgement for rewards, which stored answers .* 'appended'"
     ):
         trainer_of(tmp_path, model, rollout=with_more).train()
     added = trainer_of(tmp_path, model, rollout=with_more, compose="appended", **METHODS["appended"][1])

@@ -104,7 +104,7 @@ def test_keys_of_solutions_come_from_what_rewards_tell() -> None:
     assert keys[0] == keys[1] != keys[2]
     assert (keys[2] > 0, keys[3:]) == (True, [0, 0])
     assert solution_keys([{"acc": 1.0}], "successes") == [0]
-    with pytest.raises(ConfigError, match="give a dict with score and 'key'"):
+    with pytest.raises(ConfigError, match="return a dict with score and 'key'"):
         solution_keys([{"acc": 1.0}], "solutions")
 
 

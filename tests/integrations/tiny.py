@@ -60,7 +60,7 @@ FLOAT32_LOGITS = ("mamba",)
 
 
 def model(name: str, scale: float = 0.1) -> torch.nn.Module:
-    """One of `ARCHITECTURES` in float32, without dropout."""
+    """Return a model of `ARCHITECTURES` in float32, without dropout."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SHAPE, **ARCHITECTURES[name]})
     built = AutoModelForCausalLM.from_config(config).float().eval()

@@ -45,10 +45,10 @@ class Written(NamedTuple):
 
 
 class Recorded(ExGRPOTrainer, WrittenAnswers):
-    """Written answers; what was written in each generation, and what came to the loss, are kept.
+    """Written answers; records what was written in each generation, and the inputs of the loss.
 
     Attributes:
-        history: the groups of each generation, those of refills behind the others.
+        history: the groups of each generation, with those of refills appended.
         losses: the micro-batches of each generation, with their log-probs and losses.
     """
 
@@ -108,13 +108,13 @@ def trainer_of(folder: Path, model: Path, *, asked: int = B, rollout: Any = None
 
 
 class Expected(NamedTuple):
-    """Which rows a composition trains on.
+    """Rows that a composition trains on.
 
     Attributes:
         fresh: exactly these.
-        replayed: exactly so many.
-        among: of these.
-        whole: whether these are whole groups, each of them a list in `among`.
+        replayed: exactly this many.
+        among: candidates of the replayed ones.
+        whole: True if these are whole groups, each of them a list in `among`.
     """
 
     fresh: list[Answer]

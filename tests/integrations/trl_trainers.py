@@ -75,9 +75,9 @@ def grpo(kind: type[GRPOTrainer], folder: Path, model: Path, **changes: Any) -> 
 
 
 class WrittenAnswers(GRPOTrainer):
-    """Answers are a function of the question, of how often it was asked before in the call, and of the step.
+    """Answers as a function of the question, of its earlier requests in the call, and of the step.
 
-    The processes of a call are taken in their order, so that it does not matter how many there are.
+    The processes of a call are taken in order, so that their number does not matter.
     """
 
     asked: int = 0

@@ -81,7 +81,7 @@ _init_process_group = torch.distributed.init_process_group
 
 
 def _with_one_backend(*arguments: Any, backend: str | None = None, **more: Any) -> None:
-    """verl asks for a backend of the CPU and one of its device, which are the same here."""
+    """Pass one backend: verl requests one for the CPU and one for its device, which are the same here."""
     _init_process_group(*arguments, backend="gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **more)
 
 
@@ -109,7 +109,7 @@ class Weights(BaseRollout):
 
 @ray.remote(num_cpus=0)
 class Server:
-    """Makes answers up: two to five words and the end, by the prompt and how often it was asked."""
+    """Makes up answers: two to five words and the end, by the prompt and its number of requests."""
 
     def __init__(self) -> None:
         self.asked: Counter[tuple[int, ...]] = Counter()
@@ -134,7 +134,7 @@ class Server:
 
 
 class Replica(RolloutReplica):
-    """One such server."""
+    """A replica of this server."""
 
     async def launch_servers(self) -> None:
         self._server_handle = Server.remote()
@@ -146,7 +146,7 @@ RolloutReplicaRegistry.register("cpu", lambda: Replica)
 
 
 class Traced(ExGRPOTrainer):
-    """Writes the plan of each step, what was scored, what the update gets, and what it says."""
+    """Writes each step's plan, scored rows, inputs of the update, and metrics."""
 
     scored: tuple[Any, ...] = ()
 

@@ -32,7 +32,7 @@ def jagged(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def main() -> None:
-    """One line of JSON."""
+    """Print one line of JSON."""
     cases = itertools.product(("shaped", "ratio", "clipped"), (True, False), AGGREGATED, (False, True))
     print(json.dumps([case(*one) for one in cases]))
 

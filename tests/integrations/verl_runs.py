@@ -33,7 +33,7 @@ ANSWERS, QUESTIONS, LONGEST = 4, 4, 8
 
 
 class Options(dict):
-    """What these tests need of verl's configuration, which is read and set by attributes."""
+    """The parts of verl's configuration that these tests use, with access by attributes."""
 
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__
@@ -130,7 +130,7 @@ def flat(values: Any) -> np.ndarray:
 
 
 def answers_only(columns: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Of each row, the log-probs of its answer's tokens; verl has them of all tokens, one place earlier."""
+    """Return the log-probs of each row's response; verl has them for all tokens, one place earlier."""
     pairs = zip(columns["log_probs"], columns["responses"], strict=True)
     return [np.asarray(log_probs)[-len(answer) - 1 : -1] for log_probs, answer in pairs]
 
@@ -174,7 +174,7 @@ OF_FRESH = ("length", "reward", "key", "finished", "token", "old_log_prob")
 
 
 def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Replay) -> None:
-    """Of each step: the plan, further questions, stored answers and what is trained on are those of `exgrpo train`."""
+    """Compare each step's plan, further questions, stored answers and trained rows with `exgrpo train`."""
     questions = options.questions
     for step, of_step in sorted(told.items()):
         graded = {name: np.array(values) for name, values in of_step["graded"].items()}
@@ -208,7 +208,7 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
 
 
 def options_of(recipe: str, questions: int = QUESTIONS, **given: Any) -> Config:
-    """As the command of `train` has them."""
+    """Return the options in the command of `train`."""
     config = of_verl(
         data__train_batch_size=questions, data__max_response_length=LONGEST, actor_rollout_ref__rollout__n=ANSWERS
     )
@@ -223,7 +223,7 @@ def replay_of(options: Config, questions: int = 8) -> Replay:
 
 
 def stored(folder: Path, step: int, options: Config) -> list[Trajectory]:
-    """What is in the experience of a checkpoint."""
+    """Return the experience in a checkpoint."""
     replay = replay_of(options)
     load_replay(folder / "checkpoints" / f"global_step_{step}" / "experience", replay)
     return list(replay.memory.all_trajectories())

@@ -99,7 +99,7 @@ def assert_runs_well(architecture, machine):
 
 
 def name(value):
-    """Of a part of a case, in the test's id."""
+    """Return the name of a part of a case, for the test's id."""
     if isinstance(value, dict):
         return "+".join(key if on is True else f"{key}={on}" for key, on in value.items() if on is not False) or "-"
     return getattr(value, "__name__", str(value))

@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def backends_of(device):
-    """Those that are tested on a device."""
+    """Return the backends tested on a device."""
     if INTERPRETING:
         return ["triton"]
     return [name for name in dispatch.BACKENDS if not dispatch.unavailable(name, torch.device(device))]
@@ -73,7 +73,7 @@ def device():
 
 @pytest.fixture
 def chosen(backend, device, monkeypatch):
-    """For functions that know of no head, and so have no argument for the backend."""
+    """Select the backend for functions without a head, which have no argument for it."""
     monkeypatch.setenv("EXGRPO_BACKEND", backend)
     with torch.device(device):
         yield

@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong, put right. To be imported where TRITON_INTERPRET is set."""
+"""Corrections of Triton's interpreter. To be imported only if TRITON_INTERPRET is set."""
 
 import numpy as np
 import triton.language as tl

@@ -129,9 +129,9 @@ def make_case(
 def coarsen(hidden: Tensor, weight: Tensor) -> None:
     """Rounds hidden states to multiples of 1/8 and weights to multiples of 1/32, in place.
 
-    All partial sums of a narrow head's logits are exact in float32 then: they have the same bits in whatever order they
-    are added up. A matrix product promises no order. That of NumPy, which Triton's interpreter uses, depends on the
-    processor, on the number of rows and on where a row stands among them.
+    All partial sums of a narrow head's logits are then exact in float32 and have the same bits in any order. A matrix
+    product guarantees no order: NumPy's, which Triton's interpreter uses, depends on the processor, on the number of
+    rows and on the position of a row.
     """
     with torch.no_grad():
         for values, step in ((hidden, 1 / 8), (weight, 1 / 32)):

@@ -27,7 +27,7 @@ def write(folder: Path, **changes: object) -> Path:
 
 
 def with_function(folder: Path) -> Path:
-    """A study of a function in a file, which imports from the modules beside it."""
+    """Return a study of a function in a file, which imports modules from the same folder."""
     (folder / "mine.py").write_text(
         "from typing import TYPE_CHECKING\n"
         "from exgrpo.train.replay import Priority\n"

@@ -7,7 +7,7 @@ import torch
 
 from exgrpo.kernels.timing import Shape
 from exgrpo.tools import bench
-from exgrpo.tools.bench import FLOOR, PLAIN, Problem, full_logits, main, make_problem, measure, plain
+from exgrpo.tools.bench import FLOOR, PLAIN, LossInputs, full_logits, main, make_problem, measure, plain
 from tests.test_extras import HIDDEN, with_torch_alone
 
 TINY = ("--tokens", "16", "--hidden", "8", "--vocabulary", "60", "--dtype", "fp32")
@@ -64,7 +64,7 @@ def test_gradients_of_the_policy_loss_are_those_of_finite_differences():
         above = loss(*leaves)
         leaves[place].view(-1)[5] -= 2e-6
         assert gradient.view(-1)[5].item() == pytest.approx((above - loss(*leaves)).item() / 2e-6, rel=1e-5, abs=1e-8)
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, LossInputs)
 
 
 def test_the_exit_status_is_1_where_a_backend_fails(tmp_path, monkeypatch, capsys):

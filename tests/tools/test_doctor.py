@@ -14,7 +14,7 @@ from exgrpo.kernels import dispatch
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.tools import checks, doctor
 from exgrpo.tools.checks import CheckFailedError, Skipped, tiny_run
-from exgrpo.tools.doctor import CHECKS, Options, examine, recipe_of, run_check
+from exgrpo.tools.doctor import CHECKS, DoctorOptions, examine, recipe_of, run_check
 from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.recipe import to_yaml
@@ -106,14 +106,14 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message, m
 
 
 def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_path):
-    assert recipe_of(Options()).policy.path == "builtin:arithmetic"
-    assert recipe_of(Options()).policy.dtype == "bf16"
-    assert recipe_of(Options(recipe="builtin:colouring")).policy.dtype == "fp32"
+    assert recipe_of(DoctorOptions()).policy.path == "builtin:arithmetic"
+    assert recipe_of(DoctorOptions()).policy.dtype == "bf16"
+    assert recipe_of(DoctorOptions(recipe="builtin:colouring")).policy.dtype == "fp32"
     (tmp_path / "part.yaml").write_text("steps: 3")
-    part = recipe_of(Options(recipe=tmp_path / "part.yaml"))
+    part = recipe_of(DoctorOptions(recipe=tmp_path / "part.yaml"))
     assert (part.steps, part.policy.path, part.data.train) == (3, "", ("",))
     with pytest.raises(ConfigError, match="no such recipe"):
-        recipe_of(Options(recipe=tmp_path / "none.yaml"))
+        recipe_of(DoctorOptions(recipe=tmp_path / "none.yaml"))
 
 
 def test_the_program_needs_no_torch():

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from exgrpo.tools import first
 from exgrpo.tools import launch as module
-from exgrpo.tools.launch import Launch, main, prepared
+from exgrpo.tools.launch import LaunchOptions, main, prepared
 from exgrpo.train import main as program
 from exgrpo.train.checkpoint.listing import folders
 from exgrpo.train.checkpoint.resume import is_unsaved
@@ -182,16 +182,20 @@ def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, c
 def test_what_may_start_again_has_a_name_and_goes_on_by_itself(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "look", lambda *_, **__: None)
     folder = f"--output.folder={tmp_path}"
-    assert prepared(Launch(), [folder]) == [folder]
-    assert prepared(Launch(restarts=1), [folder, "--output.name=a"]) == [folder, "--output.name=a", "--resume=auto"]
-    of_host = prepared(Launch(restarts=1), [folder])
+    assert prepared(LaunchOptions(), [folder]) == [folder]
+    assert prepared(LaunchOptions(restarts=1), [folder, "--output.name=a"]) == [
+        folder,
+        "--output.name=a",
+        "--resume=auto",
+    ]
+    of_host = prepared(LaunchOptions(restarts=1), [folder])
     assert re.fullmatch(r"--output\.name=\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", of_host[1])
     assert of_host[2] == "--resume=auto"
     with pytest.raises(ConfigError, match="there is no folder /no/such/run"):
-        prepared(Launch(), [folder, "--resume=/no/such/run"])
+        prepared(LaunchOptions(), [folder, "--resume=/no/such/run"])
     monkeypatch.setattr(module, "configure", lambda rest: (parse_args(rest), tmp_path / "unfinished"))
     goes_on = [folder, "--resume=auto"]
-    assert prepared(Launch(restarts=1), goes_on) == [*goes_on, "--output.name=unfinished"]
+    assert prepared(LaunchOptions(restarts=1), goes_on) == [*goes_on, "--output.name=unfinished"]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +275,7 @@ def test_the_first_result_goes_on_where_it_was_stopped_and_is_not_done_twice(tmp
         assert time.monotonic() < deadline
         time.sleep(0.05)
     stopped.send_signal(signal.SIGINT)
-    assert stopped.communicate(timeout=120)[1] == "stopped: the same command goes on where it stood\n"
+    assert stopped.communicate(timeout=120)[1] == "stopped: the same command resumes it\n"
     assert stopped.returncode == process.INTERRUPTED
     done = subprocess.run(command, **here, timeout=400)
     assert done.returncode == 0, done.stderr

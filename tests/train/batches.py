@@ -69,7 +69,7 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
 
 
 def sets(tokens: Sequence[int]) -> list[list[int]]:
-    """Words that tokens may have been drawn from: none, which stands for all, one or two."""
+    """Return sets of words that tokens were drawn from: none, which means all, one or two."""
     return [list(range(token, token + token % 3)) for token in map(int, tokens)]
 
 

@@ -91,7 +91,7 @@ class Disk:
         self._fault.write_text("1")
 
     def repair(self) -> None:
-        """As a person does after an error."""
+        """Repair it as a user does after an error."""
         run("umount", str(self.root))
         # 1: errors were there and are mended.
         checked = subprocess.run(["e2fsck", "-fy", self._device], check=False, capture_output=True)

@@ -42,7 +42,7 @@ class LoneWorld:
 
 
 class ScriptedEngine:
-    """Answers question q with tokens [q + 100, verdict, noise..., EOS], right as often as `skill[q]` says."""
+    """Answers question q with tokens [q + 100, verdict, noise..., EOS], right at the rate `skill[q]`."""
 
     unrepeatable = None
     ranks = 1

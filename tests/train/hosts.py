@@ -41,14 +41,14 @@ def run(*command: str) -> str:
 
 
 class Hosts:
-    """Hosts behind one switch.
+    """Hosts connected to one switch.
 
     Args:
-        count: how many.
-        trainers: how many of them have a rank of the trainer, the first ones; all if left out.
+        count: number of hosts.
+        trainers: number of hosts with a rank of the trainer, the first ones; all if left out.
 
     Attributes:
-        addresses: of the hosts, by number.
+        addresses: addresses of the hosts, by number.
     """
 
     def __init__(self, count: int, trainers: int | None = None) -> None:
@@ -95,7 +95,7 @@ class Hosts:
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def on(self, host: int) -> list[str]:
-        """What comes before a command on a host, which has one processor."""
+        """Return the prefix of a command on a host, which has one processor."""
         processors = sorted(os.sched_getaffinity(0))
         processor = processors[host % len(processors)]
         return ["ip", "netns", "exec", self._names[host], "taskset", "-c", str(processor)]
@@ -161,7 +161,7 @@ class Hosts:
         return of_device["rx"]["bytes"], of_device["tx"]["bytes"]
 
     def processes(self, host: int) -> list[int]:
-        """What runs on a host."""
+        """Return the processes of a host."""
         return [int(process) for process in run("ip", "netns", "pids", self._names[host]).split()]
 
     def kill(self, host: int) -> None:

@@ -1,4 +1,4 @@
-"""A hub of models on this machine: what huggingface_hub asks of one to make a repository and to upload files."""
+"""A local hub of models: the part that huggingface_hub uses to create a repository and to upload files."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Hub:
-    """What it has got; `full` refuses all files, and every token but `token` is unknown."""
+    """The hub's content; `full` refuses all files, and every token but `token` is unknown."""
 
     address: str = ""
     token: str = "secret"

@@ -65,15 +65,15 @@ class Ranks:
             self.ranks.append(Rank(words, {**environment(), **of_rank}, self._out, self._err, vllm=vllm))
 
     def running(self) -> bool:
-        """Whether none has failed and one still runs."""
+        """True if none has failed and one still runs."""
         statuses = [rank.poll() for rank in self.ranks]
         return None in statuses and not any(statuses)
 
     def finish(self, timeout: float = 540) -> subprocess.CompletedProcess[str]:
-        """What all have printed, and the first exit status other than 0, once all have ended.
+        """Wait for all to end; return their output, and the first exit status other than 0.
 
         Raises:
-            TimeoutExpired: they have not; they are killed.
+            TimeoutExpired: they have not ended in time; they are killed.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -126,7 +126,7 @@ def launch_module(module: str, *arguments: str, vllm: bool = False) -> subproces
 
 
 def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """As `launch`, as a user does: by DeepSpeed's launcher, which takes five seconds more, and with cold imports."""
+    """Launch as a user does: by DeepSpeed's launcher, which takes five seconds more, and with cold imports."""
     return subprocess.run(
         command(script, *arguments, ranks=ranks),
         cwd=ROOT,

@@ -34,7 +34,7 @@ def read(tokens) -> str:
 
 
 def scan(tokens, strings) -> int | None:
-    """How many tokens there are when the first of the strings is complete."""
+    """Return the number of tokens when the first of the strings is complete."""
     for length in range(1, len(tokens) + 1):
         if any(string in read(tokens[:length]) for string in strings):
             return length
@@ -42,7 +42,7 @@ def scan(tokens, strings) -> int | None:
 
 
 def before(text: str, strings) -> str | None:
-    """What was written, one character after the other, before the string that is complete first."""
+    """Return the text before the string that is complete first, scanning character by character."""
     for end in range(len(text) + 1):
         complete = [string for string in strings if text[:end].endswith(string)]
         if complete:
@@ -57,7 +57,7 @@ def ended(response, finished, log_prob, strings):
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Save it beside a tiny model."""
+    """Save it in the folder of a tiny model."""
     letters = bytes_to_unicode()
     vocabulary = {"".join(letters[byte] for byte in piece): i for i, piece in enumerate(PIECES)}
     assert len(vocabulary) == tiny.VOCABULARY

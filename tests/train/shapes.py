@@ -55,7 +55,7 @@ def sizes(items) -> dict[str, dict[str, float]]:
 
 
 def published(family, width, mlp, layers, heads, vocabulary, **changes) -> ModelShape:
-    """The shape of a published model by what its config.json says; `heads` of queries, and of keys and values."""
+    """Return the shape of a published model from its config.json; `heads` of queries, and of keys and values."""
     sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocabulary}
     sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "tie_word_embeddings": False}
     return shape_of(AutoConfig.for_model(family, **sizes | changes))

@@ -64,7 +64,7 @@ def prompt(question: int) -> TokenIds:
 def engine_settings(
     folder: Path, dtype: str = "fp32", *, eos: tuple[int, ...] = (2, 5), pad: int = 0, prompt_tokens: int = 8, **rollout
 ) -> EngineSettings:
-    """What an engine for the model in a folder is asked, beside the default options of `rollout`."""
+    """Return settings of an engine for the model in a folder, with default options of `rollout` for the rest."""
     source = find_model(str(folder))
     return EngineSettings(source, DTYPES[dtype], eos, pad, prompt_tokens, RolloutConfig(**rollout))
 

@@ -1,4 +1,4 @@
-"""Values that nobody expects, for tests that draw them."""
+"""Unexpected values, for tests that draw them."""
 
 import math
 
@@ -20,7 +20,7 @@ ANY = st.recursive(
 
 
 def tried(call, expected):
-    """What a call returns and "", or None and the text of the error that it may raise."""
+    """Return the result of a call and "", or None and the text of an expected error."""
     try:
         return call(), ""
     except expected as error:

@@ -133,7 +133,7 @@ def serve(address: str, *modules: str) -> None:
 
 
 def _attend(connection: socket.socket, by_imports: dict[str, str]) -> None:
-    """Read one request, fork its rank and tell what becomes of it; in the rank, become that."""
+    """Read one request, fork its rank and report its end; in the child, become the rank."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     answers = connection.makefile("rw")
     request = json.loads(answers.readline())

@@ -1,1 +1,1 @@
-"""A model on held-out questions."""
+"""The program `exgrpo evaluate`: scores of a model on held-out questions."""

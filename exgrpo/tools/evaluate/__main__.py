@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # grading processes import this module, too, and need nothing of it
+if __name__ == "__main__":  # grading processes import this module, too, but must not run it
     from exgrpo.extras import needs
 
     with needs(__name__, "exgrpo[train]"):

@@ -1,4 +1,4 @@
-"""One evaluation from its options to its scores; an interrupted one goes on from the answers that it has on disk."""
+"""An evaluation from its options to its scores; an interrupted one resumes from the answers on disk."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
-from exgrpo.tools.evaluate.options import LONGEST_ANSWER, Options
+from exgrpo.tools.evaluate.options import LONGEST_ANSWER, EvaluationOptions
 from exgrpo.train.common import jsonl
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.durable import claim
@@ -48,23 +48,19 @@ ANSWERS, OPTIONS = "answers.jsonl", "options.yaml"
 
 
 class AnswerFile:
-    """The answers written so far, a chunk at a time; what an interruption left of a chunk is dropped.
+    """The answers of completed chunks.
 
-    So is a chunk with answers to other questions than those that are asked now.
-
-    Args:
-        folder: of the evaluation.
-        options: it was begun with; going on with others is refused.
-        expected: text and gold answer of the question of each answer, of each chunk when it is complete.
+    It drops incomplete chunks of an interruption, and chunks whose questions differ from `expected`, which gives text
+    and gold answer of the question of each answer, by chunk.
 
     Raises:
         OutputError: the folder holds an evaluation with other options.
     """
 
-    def __init__(self, folder: Path, options: Options, expected: Sequence[list[tuple[str, str]]]) -> None:
+    def __init__(self, folder: Path, options: EvaluationOptions, expected: Sequence[list[tuple[str, str]]]) -> None:
         self.path = folder / ANSWERS
         self.reward = options.reward.function
-        # How it is computed may be otherwise when it goes on.
+        # The number of processes and threads may change when an evaluation is resumed.
         text = yaml.safe_dump(options.model_dump(mode="json", exclude={"distributed"}), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
             raise OutputError(
@@ -83,16 +79,16 @@ class AnswerFile:
         partial.replace(self.path)
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """All answers in the file."""
+        """Yield all complete records of the file."""
         if not self.path.exists():
             return
         for line in jsonl.read_log(self.path):
             if line.problem:
-                return  # the line that an interruption cut
+                return  # cut by an interruption
             yield line.value
 
     def append(self, chunk: int, questions: Sequence[Question], batch: StepBatch) -> None:
-        """Write the answers of a chunk, a group of the batch to each question."""
+        """Append the answers of a chunk; group i of the batch answers question i."""
         with self.path.open("a", encoding="utf-8") as file:
             for row, group in enumerate(batch.group):
                 question = questions[group]
@@ -111,12 +107,8 @@ class AnswerFile:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
-    """The questions of all data sets to be asked, and those that are left out because their prompts are too long.
-
-    Raises:
-        NoPromptFitsError: no prompt of any data set fits.
-    """
+def load(options: EvaluationOptions, tokenizer: Any, *, progress: bool) -> tuple[list[Question], list[Question]]:
+    """Return the questions of all data sets, and those with too long prompts; raise NoPromptFitsError if all are."""
     questions: list[Question] = []
     left_out: list[Question] = []
     problem: NoPromptFitsError | None = None
@@ -146,24 +138,20 @@ def load(options: Options, tokenizer: Any, *, progress: bool) -> tuple[list[Ques
     return questions, left_out
 
 
-def answers_per_row(questions: Sequence[Question], options: Options) -> list[int]:
-    """How often each row is answered: `samples` times, or such that `avg` answers to the question come together.
+def answers_per_row(questions: Sequence[Question], options: EvaluationOptions) -> list[int]:
+    """Return the number of answers per row: `samples`, or enough that all rows of a question add up to `avg`.
 
-    A file that repeats every row of a source 32 times and one that does not so give avg@32 alike.
+    avg@32 is thus the same for a file that repeats every row of a source 32 times and one that does not.
     """
-    repeats = Counter((question.source, question_key(question.text, question.gold)) for question in questions)
-    return [
-        math.ceil(
-            options.rollout.avg[question.source] / repeats[question.source, question_key(question.text, question.gold)]
-        )
-        if question.source in options.rollout.avg
-        else options.rollout.samples
-        for question in questions
-    ]
+    keys = [(question.source, question_key(question.text, question.gold)) for question in questions]
+    repeats, avg = Counter(keys), options.rollout.avg
+    return [math.ceil(avg[key[0]] / repeats[key]) if key[0] in avg else options.rollout.samples for key in keys]
 
 
-def engine_settings(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> EngineSettings:
-    """What an evaluation asks of its engine, which never sleeps: nothing else needs its memory."""
+def engine_settings(
+    options: EvaluationOptions, pretrained: Pretrained, questions: Sequence[Question]
+) -> EngineSettings:
+    """Return the engine's settings; it never sleeps, since nothing else needs its memory."""
     return EngineSettings(
         source=pretrained.model,
         dtype=DTYPES[options.policy.dtype],
@@ -174,8 +162,8 @@ def engine_settings(options: Options, pretrained: Pretrained, questions: Sequenc
     )
 
 
-def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Question]) -> Options:
-    """The options with a length of answers where none is asked for: as long as the model's positions allow."""
+def fitted(options: EvaluationOptions, pretrained: Pretrained, questions: Sequence[Question]) -> EvaluationOptions:
+    """Return the options with `max_tokens` set; the default is as long as the model's positions allow."""
     if options.rollout.max_tokens is not None:
         return options
     prompt = max((len(question.prompt) for question in questions), default=1)
@@ -184,8 +172,8 @@ def fitted(options: Options, pretrained: Pretrained, questions: Sequence[Questio
     return options.model_copy(update={"rollout": rollout})
 
 
-def run(options: Options, world: World, resources: ExitStack) -> dict[str, SourceScore]:
-    """Answer what is not answered yet, then score everything; the same on every rank."""
+def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[str, SourceScore]:
+    """Generate the missing answers, then score all; the result is the same on every rank."""
     adapters = with_saved(LoraConfig(path=options.lora.path))
     pretrained = load_pretrained(options.model, options.policy.overrides, adapters.path)
     questions, left_out = load(options, pretrained.tokenizer, progress=world.is_main)
@@ -201,7 +189,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
     check_weights(pretrained.model, world)
     if adapters.path:
         agree(world, lambda: check_adapters(adapters, pretrained.model))
-    # An evaluation keeps its engine: what is installed later changes nothing when it goes on.
+    # Store the chosen engine: a resumed evaluation must not switch to one that was installed meanwhile.
     options = options.model_copy(update={"rollout": options.rollout.model_copy(update={"engine": choice.name})})
     unwritable = f"output: {options.output.folder} cannot be written"
     if world.is_main:
@@ -247,7 +235,7 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
         if batch.counts.failed_fraction > options.reward.max_failed:
             raise HaltError(
                 f"{batch.counts.failed_fraction:.0%} of {len(batch)} answers could not be graded: "
-                f"{ungraded(batch.counts)}. The same command goes on with these questions"
+                f"{ungraded(batch.counts)}. The same command resumes with these questions"
             )
         if file:
             with os_errors_as(OutputError, unwritable):
@@ -260,9 +248,9 @@ def run(options: Options, world: World, resources: ExitStack) -> dict[str, Sourc
 
 
 def _scores(
-    file: AnswerFile | None, wrong: Sequence[Verdict], options: Options, world: World, console: Console
+    file: AnswerFile | None, wrong: Sequence[Verdict], options: EvaluationOptions, world: World, console: Console
 ) -> dict[str, SourceScore]:
-    """Of all answers in rank 0's file and of the rows that were left out; the same on every rank."""
+    """Score all answers in rank 0's file and the rows left out; the result is the same on every rank."""
     records, success = list(file.records()) if file else [], options.reward.success
     watch = RewardWatch(success, "reward.success", patience=1)
     if records and (note := watch.observe(np.array([record["reward"] for record in records], np.float64))):
@@ -276,15 +264,17 @@ def _scores(
 def verdicts(
     records: Sequence[dict[str, Any]], formed: Sequence[bool | None], found: Sequence[bool | None], success: float
 ) -> Iterator[Verdict]:
-    """Of answers in a file, given what is known of the form of each; see `Verdict`."""
+    """Yield a verdict per record; `formed` and `found`: the answer has the form, a final answer; None: unknown."""
     for record, has_form, has_answer in zip(records, formed, found, strict=True):
         key = question_key(record["question"], record["gold"])
         right = is_success(record["reward"], success)
         yield Verdict(record["source"], key, right, record["finished"], has_form, has_answer, record["key"])
 
 
-def _warn(options: Options, questions: Sequence[Question], left_out: Sequence[Question], console: Console) -> None:
-    """Name rows that are not asked, cannot be right or contradict others, and sources in `rollout.avg` without rows."""
+def _warn(
+    options: EvaluationOptions, questions: Sequence[Question], left_out: Sequence[Question], console: Console
+) -> None:
+    """Print rows that are left out, cannot be right or contradict others, and sources in `rollout.avg` without rows."""
     pairs = unearnable_pairs(questions, options.reward)
     for note in filter(None, (gold_note(questions, pairs, COUNTED_WRONG), contradictions(questions))):
         console.print(note, highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,4 @@
-"""The options of an evaluation, and where they come from: the command line, a recipe of its own or that of a run.
-
-So also the sets of held-out questions of a run, with everything that its options leave open.
-"""
+"""The options of an evaluation, from the command line, its own recipe or that of a run."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -40,8 +37,7 @@ from exgrpo.train.config.section import Folder, Section, Sources, StopString, Te
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 from exgrpo.train.data.prompts import PromptFormat
 
-CONFIG = "config.yaml"
-"""In the folder of a run."""
+CONFIG = "config.yaml"  # in a run's folder
 PROGRAM = "python -m exgrpo.tools.evaluate"
 AS_TRAINED = {
     "data": ("columns", "sources", *(field.name for field in fields(PromptFormat))),
@@ -50,20 +46,19 @@ AS_TRAINED = {
     "policy": ("dtype", "overrides"),
     "reward": tuple(name for name in RewardConfig.model_fields if name != "workers"),
 }
-"""By section: what an evaluation takes from the configuration of a run."""
-LONGEST_ANSWER = 8192
-"""Tokens, where neither an option nor a run says it."""
+"""Options by section that an evaluation takes from a run's configuration."""
+LONGEST_ANSWER = 8192  # tokens, if neither an option nor a run sets a limit
 
 
 class PolicyOptions(Section):
-    """How the model is read."""
+    """Loading of the model."""
 
     overrides: Overrides = as_in(PolicyConfig, "overrides")
     dtype: Dtype = as_in(PolicyConfig, "dtype", description="Dtype of the weights.")
 
 
 class LoraOptions(Section):
-    """Adapters beside the model."""
+    """Adapters added to the model."""
 
     path: str | None = Field(None, description="Folder of adapters, of a run or of peft, that are added to the model.")
 
@@ -91,7 +86,7 @@ class DataOptions(Section):
 
 
 class RolloutOptions(Section):
-    """How often questions are asked, and how answers are generated."""
+    """Number of answers per question, and their generation."""
 
     samples: int = as_in(EvaluationConfig, "samples", description="Answers per row.")
     avg: dict[str, PositiveInt] = Field(
@@ -113,7 +108,7 @@ class RolloutOptions(Section):
     )
     batch_tokens: int = as_in(RolloutConfig, "batch_tokens")
     engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="What generates; auto: vLLM where it can, else transformers."
+        "auto", description="Generation engine; auto: vLLM if it is usable, else transformers."
     )
     kv_cache_gib: float | None = as_in(
         RolloutConfig,
@@ -124,22 +119,22 @@ class RolloutOptions(Section):
 
 
 class DistributedOptions(Section):
-    """The processes."""
+    """Settings of each process."""
 
     threads: int | None = as_in(DistributedConfig, "threads")
 
 
 class OutputOptions(Section):
-    """What an evaluation leaves behind."""
+    """Files that an evaluation writes."""
 
     folder: Folder = Field(Path("evaluation"), description="Folder for answers.jsonl and scores.json.")
 
 
-class Options(Section):
-    """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source, every answer written down."""
+class EvaluationOptions(Section):
+    """Evaluate a causal LM: Pass@1, avg@k and unbiased pass@k by data source; all answers are saved."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = Field(
-        description="Folder or hub name, builtin:NAME, or the folder of a run: its trained model, asked as it asks."
+        description="Folder or hub name, builtin:NAME, or a run's folder: its trained model, with the run's prompts."
     )
     seed: int = Field(0, ge=0, description="Seed of the samples.")
     chunk: int = Field(64, ge=1, description="Rows between two writes; an interrupted evaluation repeats one chunk.")
@@ -153,17 +148,17 @@ class Options(Section):
     output: OutputOptions = OutputOptions()
 
 
-def parse_options(argv: Sequence[str]) -> Options:
-    """Resolve `[--recipe FILE] MODEL --data.test FILE [--section.field VALUE ...]`; the command line beats the recipe.
+def parse_options(argv: Sequence[str]) -> EvaluationOptions:
+    """Parse `[--recipe FILE] MODEL --data.test FILE [--section.field VALUE ...]`; options override the recipe.
 
-    Of a run the recipe is, where none is named, its own.
+    If MODEL is a run's folder, the default recipe is the run's.
 
     Raises:
-        ConfigError: the recipe is wrong, an option is unknown (the message names the near one), a value is
+        ConfigError: the recipe is wrong, an option is unknown (the message suggests a similar one), a value is
             impossible, or a run has no trained model.
     """
     recipes, rest = split_recipe(argv)
-    check_names(rest, Options, RecipeArgument)
+    check_names(rest, EvaluationOptions, RecipeArgument)
     options = _parsed(rest, recipes)
     if (Path(options.model) / CONFIG).is_file() and not (Path(options.model) / "config.json").exists():
         run = Path(options.model)
@@ -171,8 +166,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     return options
 
 
-def _of_run(options: Options, run: Path) -> Options:
-    """With the model of a run in its place; adapters are added to the model that they were trained for."""
+def _of_run(options: EvaluationOptions, run: Path) -> EvaluationOptions:
+    """Replace a run's folder by its model; adapters are added to the model that they were trained for."""
     trained = run / "model"
     if (trained / "config.json").is_file():
         return options.model_copy(update={"model": str(trained)})
@@ -184,39 +179,39 @@ def _of_run(options: Options, run: Path) -> Options:
     return options.model_copy(update={"model": base, "lora": LoraOptions(path=str(trained))})
 
 
-def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> Options:
-    with one_line(Options, PROGRAM):
+def _parsed(rest: Sequence[str], recipes: Sequence[Path]) -> EvaluationOptions:
+    with one_line(EvaluationOptions, PROGRAM):
         return tyro.cli(
-            Options,
+            EvaluationOptions,
             args=list(rest),
             default=defaults(recipes),
             config=(tyro.conf.FlagConversionOff,),
             prog=PROGRAM,
-            description=f"{Options.__doc__} --recipe FILE reads a YAML recipe before the options below are applied.",
+            description=f"{EvaluationOptions.__doc__} --recipe FILE reads a YAML recipe; options override it.",
             use_underscores=True,
         )
 
 
-def defaults(recipes: Sequence[Path]) -> Options:
-    """The options in YAML recipes, or the default ones; the command line has the model and questions that lack there.
+def defaults(recipes: Sequence[Path]) -> EvaluationOptions:
+    """Return the options in YAML recipes, or the defaults; a missing model or data set must be on the command line.
 
-    The recipe of a training run, such as the config.yaml in its folder, means: ask and grade as that run does. It is
-    known by an option that only training has. Its questions are not taken.
+    The recipe of a training run, such as the config.yaml in its folder, selects the run's prompts and grading, but not
+    its questions. It is recognized by an option that only training has.
     """
     values, origin = read_recipes(recipes), origin_of(recipes)
-    if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(Options))):
+    if flat(values).keys() & (set(known_keys(Config)) - set(known_keys(EvaluationOptions))):
         values = as_trained(unfinished(values, origin))
     try:
-        checked = Options.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
+        checked = EvaluationOptions.model_validate(merged({"model": "", "data": {"test": [""]}}, values))
     except ValidationError as error:
-        raise ConfigError(explain(error, Options, origin)) from None
+        raise ConfigError(explain(error, EvaluationOptions, origin)) from None
     if "test" not in values.get("data", {}):
         checked = checked.model_copy(update={"data": checked.data.model_copy(update={"test": tyro.MISSING})})
     return checked if "model" in values else checked.model_copy(update={"model": tyro.MISSING})
 
 
 def as_trained(config: Config) -> dict[str, Any]:
-    """The options with which a run's answers to its held-out questions are asked for and graded."""
+    """Return the options with which a run asks and grades its held-out questions."""
     values = {
         section: {name: getattr(getattr(config, section), name) for name in names}
         for section, names in AS_TRAINED.items()

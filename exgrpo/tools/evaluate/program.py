@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from exgrpo.tools.evaluate.options import Options, parse_options
+from exgrpo.tools.evaluate.options import EvaluationOptions, parse_options
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.policy import LoraConfig, with_saved
@@ -26,11 +26,7 @@ SCORES = "scores.json"
 
 
 def write(scores: dict[str, SourceScore], folder: Path, console: Console) -> None:
-    """Print the scores as tables and write them to scores.json, with the questions that were left out by source.
-
-    Raises:
-        OutputError: scores.json cannot be written.
-    """
+    """Print the scores as tables and write them to scores.json; raise OutputError if it cannot be written."""
     console.print(_rates(scores))
     if ks := sorted({k for source in scores.values() for k in source.distinct_at}):
         console.print(_distinct(scores, ks))
@@ -73,12 +69,12 @@ def _number(value: float | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
 
     def work(resources: ExitStack) -> None:
         options = parse_options(argv)
         look(options)
-        # torch, transformers and DeepSpeed: only for what can be right
+        # torch, transformers and DeepSpeed take seconds to import: check the options first
         from exgrpo.tools.evaluate.evaluation import run
         from exgrpo.train.common.distributed import start
 
@@ -89,15 +85,11 @@ def main(argv: Sequence[str]) -> int:
         if world.is_main:
             write(scores, options.output.folder, Console())
 
-    return run_program(work, "stopped: the same command goes on where the evaluation stood")
+    return run_program(work, "stopped: the same command resumes the evaluation")
 
 
-def look(options: Options) -> None:
-    """Check what needs no model; see `exgrpo.train.run.startup_checks`.
-
-    Raises:
-        ExgrpoError: something is wrong; the message names it.
-    """
+def look(options: EvaluationOptions) -> None:
+    """Run the startup checks that need no model; raise an ExgrpoError for the first that fails."""
     data = options.data
     PromptFormat.of(data).check_settings()
     check_places(options.model, data.test)

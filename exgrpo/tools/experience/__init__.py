@@ -1,1 +1,1 @@
-"""The program `exgrpo experience`: stored answers of runs, shown and exported, and those of others, imported."""
+"""The program `exgrpo experience`: show and export stored answers of runs, and import those of others."""

@@ -1,7 +1,7 @@
-"""Answers in tables of others become a data set that a run begins with: `exgrpo experience import`.
+"""Conversion of answers from other projects' tables into a data set for experience.start: `exgrpo experience import`.
 
-The columns are those of `exgrpo.train.run.traces.Trace`; a mapping says what a table calls them. Rows are read, checked
-and written some at a time.
+The columns are those of `exgrpo.train.run.traces.Trace`; a mapping gives their names in a table. Rows are read, checked
+and written in batches.
 """
 
 import math
@@ -28,22 +28,22 @@ Decode = Callable[[Any], str]
 SHOWN_PROBLEMS = 5
 ANSWERS, UNGRADED = "answers", "without a reward, so that a run grades them"
 UNSCORED = "without log-probs, so that the policy of a run scores them at its start"
-EMPTY, BAD = "rows left out, without an answer", "rows left out, which cannot be right"
+EMPTY, BAD = "rows left out, without an answer", "rows left out, invalid"
 OF_QUESTION = ("question", "prompt_ids", "answer", "source")
-"""Columns that all answers of a row share; a list in one of the others has a value for each answer."""
+"""Columns shared by all answers of a row; a list in another column has one value per answer."""
 
 
 @dataclass
 class Import:
-    """Tables of others and what was read of them so far.
+    """Tables of answers and the progress of reading them.
 
     Attributes:
         source: the files.
-        columns: what they call the columns of a trace, if not so.
+        columns: names in the files, by column of a trace, where they differ.
         decode: token ids to text; None: there is no tokenizer.
-        skip_bad: leave out rows that cannot be right.
-        counts: of rows and answers by kind.
-        problems: the first rows that cannot be right, each with its place and what is wrong.
+        skip_bad: leave out invalid rows.
+        counts: numbers of rows and answers by kind.
+        problems: the first invalid rows, each with place and cause.
     """
 
     source: str
@@ -54,11 +54,7 @@ class Import:
     problems: list[str] = field(default_factory=list)
 
     def batches(self, files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
-        """Yield all answers with the columns of a trace.
-
-        Raises:
-            DataError: a file cannot be read, or a row cannot be right and such rows are not left out.
-        """
+        """Yield all answers with the columns of a trace; raise DataError for an unreadable file or an invalid row."""
         rows: list[Row] = []
         for row in self._rows(files):
             self.counts.update({ANSWERS: 1, UNSCORED: row["log_prob"] is None, UNGRADED: row["reward"] is None})
@@ -86,7 +82,7 @@ class Import:
             yield from found
 
     def _checked(self, row: Row) -> Row:
-        """A row that a run can read, with the text of its token ids where it has no other."""
+        """Validate a row, and decode its token ids if it has no text."""
         trace = parse_as(Trace, {**row, "response": row["response"] or ""}, "trace")
         if row["response"] is None:
             if self.decode is None:
@@ -96,13 +92,13 @@ class Import:
             row = {**row, "response": text_of(rollout, self.decode, ())}
         try:
             pa.RecordBatch.from_pylist([row], SCHEMA)
-        except (ValueError, TypeError, OverflowError) as error:  # numbers and texts that a trace allows and a file not
+        except (ValueError, TypeError, OverflowError) as error:  # a trace allows values that parquet does not
             raise DataError(f"cannot be written: {shown(error)}") from None
         return row
 
     @property
     def facts(self) -> dict[str, object]:
-        """Columns and counts by name."""
+        """Columns and counts by name, for the card."""
         named = ", ".join(f"{name} is {theirs or 'left out'}" for name, theirs in self.columns.items())
         of_rows = {name: f"{self.counts[name]:,}" for name in (ANSWERS, UNGRADED, UNSCORED, EMPTY, BAD)}
         return {"columns": named or "as they are", **of_rows}
@@ -120,27 +116,27 @@ def import_answers(
     skip_bad: bool = False,
     tokenizer: str | None = None,
 ) -> Import:
-    """Write answers from tables of others as a data set that `experience.start` takes.
+    """Write answers from other projects' tables as a data set for `experience.start`.
 
     Args:
         source: a .parquet, .jsonl or .json file, or a pattern that matches several.
-        folder: of the data set; it is made, whole or not at all.
-        columns: what the table calls the columns of a trace, see `cell`; "": it is not read.
-        skip_bad: leave out rows that cannot be right.
+        folder: folder of the data set, created completely or not at all.
+        columns: paths in a row, by column of a trace, see `cell`; "": ignore the column.
+        skip_bad: leave out invalid rows.
         tokenizer: path or name of the model that wrote the answers, for rows of token ids without texts.
 
     Returns:
-        what was read.
+        Counts and problems of what was read.
 
     Raises:
         ConfigError: a trace has no such column.
         DataError: a file or row cannot be read, or no row holds an answer.
         ModelError: the tokenizer cannot be loaded.
-        OutputError: the folder is there and not empty, or cannot be written.
+        OutputError: the folder is not empty, or cannot be written.
     """
     columns = columns or {}
     if unknown := [name for name in columns if name not in KINDS]:
-        raise ConfigError(f"--columns: there is no {unknown[0]!r} to name; there are {', '.join(KINDS)}")
+        raise ConfigError(f"--columns: there is no column {unknown[0]!r}; use {', '.join(KINDS)}")
     with new_folder(folder) as unfinished:
         files = local_files(source)
         if not files:
@@ -156,10 +152,9 @@ def import_answers(
 
 
 def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the answers of a row of a table: one, or one for each element of a list of responses.
+    """Yield the answers of a table's row: one, or one per element of a list of responses.
 
-    Raises:
-        DataError: it cannot be right; the message is without the row's place.
+    Raise DataError for an invalid row; the message does not name its place.
     """
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {type(row).__name__}")
@@ -184,12 +179,12 @@ def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
 
 
 def cell(row: Row, path: str) -> Any:
-    """Return the value of a column of a row.
+    """Return a value of a row.
 
     Args:
-        row: of a table.
-        path: a name; names and places in lists, separated by dots, of a value within it (reward_model.ground_truth,
-            choices.0.text); several of these joined by "+", whose numbers are added; "": None.
+        row: row of a table.
+        path: a name; or names and list indices separated by dots, for a nested value (reward_model.ground_truth,
+            choices.0.text); or several of these joined by "+", whose numbers are added; "": None.
 
     Raises:
         DataError: the row has no such column.
@@ -222,7 +217,7 @@ def _is_message(value: Any) -> bool:
 
 def _message(value: Any) -> Message:
     role, content = (value.get(name) if isinstance(value, dict) else None for name in ("role", "content"))
-    if isinstance(content, list):  # parts, of which some are texts
+    if isinstance(content, list):  # parts, some of them texts
         texts = (part.get("text") for part in content if isinstance(part, dict))
         content = "\n\n".join(text for text in texts if isinstance(text, str))
     if not isinstance(role, str) or not isinstance(content, str):
@@ -231,7 +226,7 @@ def _message(value: Any) -> Message:
 
 
 def _question(value: Any) -> Any:
-    """The question of a prompt of messages as a training question has it, without a system message."""
+    """Return the question in a prompt of messages as a training question has it, without system messages."""
     if not _is_message(value):
         return value
     messages = [message for message in map(_message, value) if message.role != "system"]
@@ -247,7 +242,7 @@ def _response(value: Any) -> Any:
 
 
 def _gold(value: Any) -> str | None:
-    """A right answer; None: it is no text or number, by which questions could be told apart."""
+    """Return a right answer; None if it is no text or number, which identify questions."""
     try:
         return gold_text(value, "answer") or None
     except DataError:
@@ -255,5 +250,5 @@ def _gold(value: Any) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """A number; None in the place of NaN, which pandas writes where there is none."""
+    """Return a number; None for NaN, which pandas writes for missing values."""
     return None if isinstance(value, float) and math.isnan(value) else value

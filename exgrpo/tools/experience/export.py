@@ -1,7 +1,4 @@
-"""A run's experience as a data set in the Hugging Face layout: a card, and a parquet file.
-
-The head of the card is for the hub, the rest for readers.
-"""
+"""Export of a run's experience as a data set in the Hugging Face layout: a card and a parquet file."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +15,9 @@ from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
 from exgrpo.train.config.hub import installed
 from exgrpo.train.run.traces import Trace
 
-ROWS = 512
-"""What is held in memory and written at once."""
+ROWS = 512  # held in memory and written at once
 PACKAGES = ("exgrpo", "torch", "transformers", "deepspeed")
-FILE = "data/train-00000-of-00001.parquet"
-"""As the hub names the one file of a split."""
+FILE = "data/train-00000-of-00001.parquet"  # the hub's name for the only file of a split
 KINDS = {
     "question": pa.string(),
     "prompt_ids": pa.list_(pa.int32()),
@@ -54,13 +49,13 @@ def export(run: Path, folder: Path) -> int:
 
     Args:
         run: the run's folder.
-        folder: of the data set; it is made, whole or not at all.
+        folder: folder of the data set, created completely or not at all.
 
     Raises:
         CheckpointError: the run has no sound checkpoint.
         DataError: the run's questions cannot be read again, or nothing is stored.
         ModelError: its tokenizer cannot be loaded.
-        OutputError: the folder is there and not empty, or cannot be written.
+        OutputError: the folder is not empty, or cannot be written.
     """
     with new_folder(folder) as unfinished:
         experience = open_run(run)
@@ -73,10 +68,9 @@ def export(run: Path, folder: Path) -> int:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """The folder of a data set while it is written, with `data` in it; whole or not at all it gets its name.
+    """Yield a temporary folder, with `data` in it, that becomes `folder` on success and is removed on failure.
 
-    Raises:
-        OutputError: it is there and not empty, or cannot be written.
+    Raise OutputError if the folder is not empty, or cannot be written.
     """
     with os_errors_as(OutputError, f"{folder} cannot be written"):
         folder = folder.resolve()  # "." has no name
@@ -93,7 +87,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
-    """All trajectories in their order, some at a time."""
+    """Yield all trajectories in order, `ROWS` at a time."""
     for first in range(0, len(experience), ROWS):
         yield _batch(experience, slice(first, first + ROWS))
 
@@ -111,7 +105,7 @@ def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
         "log_prob": _lists([one.log_prob for one in found]),
         "written": [one.written for one in found],
         "kept": [one.kept and one.kept.lists() for one in found],
-        # What has no log-probs of a policy was not written by this run's model.
+        # An answer without a policy's log-probs was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
         "advantage": arrays["advantage"][places],
         "group_successes": arrays["successes"][places],
@@ -136,15 +130,15 @@ def write(batches: Iterable[pa.RecordBatch], folder: Path) -> None:
             writer.write_batch(batch)
 
 
-ABOUT = """Answers of a language model to questions whose answers can be verified, as a run of exgrpo has stored them
-for replay (ExGRPO, arXiv 2510.02245). Such a buffer is a selection: by default it has successes alone, and no questions
-that the model already solves."""
+ABOUT = """Answers of a language model to verifiable questions, stored for replay by a run of exgrpo (ExGRPO, arXiv
+2510.02245). Such a buffer is a selection: by default it has only successes, and no questions that the model already
+solves."""
 
 
 def write_card(folder: Path, about: str, facts: Mapping[str, object]) -> None:
-    """Write the README.md of a data set."""
+    """Write the README.md of a data set; its front matter is for the hub."""
     meanings = "\n".join(f"| {name} | {MEANINGS[name]} |" for name in KINDS)
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     text = f"""---
 license: unknown
 pretty_name: Experience of a reinforcement learning run
@@ -155,7 +149,7 @@ tags: [exgrpo, rlvr, grpo, reinforcement-learning, experience-replay]
 
 {about}
 
-{told}
+{listed}
 
 | column | meaning |
 |---|---|

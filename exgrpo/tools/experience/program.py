@@ -1,6 +1,4 @@
-"""What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience show RUN |
-export RUN FOLDER | import FILES FOLDER`.
-"""
+"""`python -m exgrpo.tools.experience show RUN | export RUN FOLDER | import FILES FOLDER`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ PROGRAM = "python -m exgrpo.tools.experience"
 
 
 class ShowOptions(BaseModel):
-    """Show what a run has stored, in its newest sound checkpoint."""
+    """Show the answers stored in the newest sound checkpoint of a run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,7 +26,7 @@ class ShowOptions(BaseModel):
 
 
 class ExportOptions(BaseModel):
-    """Write what a run has stored, in its newest sound checkpoint, as a data set in the Hugging Face layout."""
+    """Write the answers stored in the newest sound checkpoint of a run as a data set in the Hugging Face layout."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +35,7 @@ class ExportOptions(BaseModel):
 
 
 class ImportOptions(BaseModel):
-    """Write answers of other projects as a data set that a run begins with, as its experience.start."""
+    """Write answers of other projects as a data set for experience.start of a run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,16 +45,16 @@ class ImportOptions(BaseModel):
     folder: Annotated[Path, tyro.conf.Positional] = Field(description="Folder of the data set, new or empty.")
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="What the files call the columns, if not so (question prompt response output reward score).",
+        description="Names of the columns in the files, if they differ (question prompt response output reward score).",
     )
-    skip_bad: bool = Field(False, description="Leave out rows that cannot be right, and say how many they are.")
+    skip_bad: bool = Field(False, description="Leave out invalid rows, and print their number.")
     tokenizer: str | None = Field(
         None, description="Path or name of the model that wrote the answers; for token ids without texts."
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program; return its exit status."""
     command, *rest = argv or ("",)
     try:
         if command in ("-h", "--help"):
@@ -64,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{PROGRAM} {name}: {options.__doc__}")
             return 0
         if command not in COMMANDS:
-            raise ConfigError(f"{command or 'no argument'} is no command; there are {', '.join(COMMANDS)}")
+            raise ConfigError(f"{command or 'no argument'} is no command; use one of {', '.join(COMMANDS)}")
         do, kind = COMMANDS[command]
         do(options_of(kind, f"{PROGRAM} {command}", rest))
     except ExgrpoError as error:

@@ -1,4 +1,4 @@
-"""What a run has stored, as counts, distributions and texts on a terminal."""
+"""Counts, distributions and texts of a run's stored answers, for a terminal."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +13,16 @@ from exgrpo.train.common.step_batch import BEHAVIOURS
 Floats = npt.NDArray[np.float64]
 MEANINGS = {
     "age": "steps since the answer was written",
-    "group accuracy": "successes among the answers of the group that it was written in",
-    "success count": "of a question, by its latest group",
-    "answers": "stored ones of a question",
-    "solutions": "stored ones of a question that differ by their key",
+    "group accuracy": "success rate of the group in which the answer was written",
+    "success count": "successes in a question's latest group",
+    "answers": "stored answers of a question",
+    "solutions": "stored answers of a question with different keys",
 }
 QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 
 
 def counts(experience: RunExperience) -> dict[str, int]:
-    """What is counted, by name."""
+    """Return the counts by name."""
     columns, arrays = experience.answers.columns, experience.arrays
     by = np.bincount(columns["behaviour"], minlength=len(BEHAVIOURS)).tolist()
     return {
@@ -35,7 +35,7 @@ def counts(experience: RunExperience) -> dict[str, int]:
 
 
 def distributions(experience: RunExperience) -> dict[str, Floats]:
-    """The values of trajectories and of questions, by name; without those that are not known."""
+    """Return the values of trajectories and of questions by name, without unknown ones."""
     columns, arrays = experience.answers.columns, experience.arrays
     question, key = columns["question"], columns["key"]
     accuracy = np.full(len(experience), np.nan)
@@ -76,12 +76,12 @@ def show(experience: RunExperience, console: Console) -> None:
 
 
 def _short(value: float) -> str:
-    """A number of at most six characters, if it is below a million."""
+    """Format a number in at most six characters, if it is below a million."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{round(value, 3):.3g}"
 
 
 def show_question(experience: RunExperience, index: int, console: Console) -> None:
-    """Print a question and its stored answers, oldest first; raises as `RunExperience.asked`."""
+    """Print a question and its stored answers, oldest first; raise like `RunExperience.asked`."""
     question = experience.asked(index)
     rows = np.flatnonzero(experience.answers.columns["question"] == index).tolist()
     console.print(Text(f"question {index}: {len(rows)} stored answers", style="bold"))
@@ -92,7 +92,7 @@ def show_question(experience: RunExperience, index: int, console: Console) -> No
 
 
 def _label(experience: RunExperience, row: int) -> str:
-    """What is known of a stored answer, in one line."""
+    """Describe a stored answer in one line."""
     one = experience.answers[row]
     parts = [
         f"reward {one.reward:g}",

@@ -1,4 +1,4 @@
-"""What a run has stored, as its newest sound checkpoint has it."""
+"""The stored answers of a run, from its newest sound checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -26,21 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunExperience:
-    """What a checkpoint has stored.
-
-    Args:
-        run: the run's folder.
-        checkpoint: one of its checkpoints.
+    """Stored answers of a run's checkpoint.
 
     Attributes:
-        config: of the run.
-        step: the last training step in it.
-        arrays: the arrays of the replay.
-        answers: [N] in the order in which they were stored.
+        config: the run's configuration.
+        step: last training step of the checkpoint.
+        arrays: arrays of the replay.
+        answers: [N] in order of storage.
 
     Raises:
         DamagedFileError: a file of the experience is missing or damaged.
-        ConfigError: another version of this package has written it.
+        ConfigError: the checkpoint was written by another version of this package.
     """
 
     def __init__(self, run: Path, checkpoint: Checkpoint) -> None:
@@ -53,19 +49,16 @@ class RunExperience:
         self.answers = ExperienceStore(run / EXPERIENCE, tokens).load(self.arrays)
 
     def __len__(self) -> int:
-        """N, the number of trajectories."""
         return len(self.answers)
 
     @cached_property
     def questions(self) -> QuestionSet:
-        """The run's questions, read again.
+        """The run's questions, read again from its data sets.
 
-        Raises:
-            DataError: they cannot be read, or are others than those of the run.
-            ModelError: there is no tokenizer.
+        Raise DataError if they cannot be read or differ from the run's, and like `load_tokenizer`.
         """
         questions = self._read(lambda reward: NO_COLUMNS)
-        if questions.fingerprint != self._fingerprint:  # columns may tell the questions of the run apart
+        if questions.fingerprint != self._fingerprint:  # the run may distinguish questions by further columns
             rewards = [reward_name(self.config, source) for source in self.config.data.train]
             with Grader.of(rewards, self.config.reward, workers=1) as grader:
                 questions = self._read(partial(columns_taken, grader, find_environment(self.config.environment)))
@@ -82,18 +75,18 @@ class RunExperience:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the run's model; raises as `load_tokenizer`."""
+        """The tokenizer of the run's model; raises like `load_tokenizer`."""
         places = (self.config.policy.path, str((self.run / "model").absolute()))
         return load_tokenizer(f"{self.run}: its tokenizer cannot be loaded", *places)
 
     def asked(self, index: int) -> Question:
-        """The question of an index; raises DataError where there is none, and as `questions`."""
+        """Return the question of an index. Raise DataError for a bad index, and like `questions`."""
         if not 0 <= index < len(self.questions):
             raise DataError(f"there is no question {index}: the run has the questions 0 to {len(self.questions) - 1}")
         return self.questions[index]
 
     def text_of(self, trajectory: Trajectory) -> str:
-        """What a trajectory says, without what ended it."""
+        """Return the text of a trajectory, without its stop string."""
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
@@ -101,27 +94,25 @@ class RunExperience:
 
 
 def load_tokenizer(problem: str, *places: str) -> Any:
-    """The tokenizer of the first of some models that has one, by their paths or names.
+    """Return the first tokenizer found among some models, given by path or name.
 
-    Raises:
-        ModelError: none has; the message begins with the problem.
+    Raise ModelError if there is none; the message begins with `problem`.
     """
-    from transformers import AutoTokenizer  # takes seconds: only where texts are wanted
+    from transformers import AutoTokenizer  # takes seconds to import; only texts need it
 
     found = []
     for place in places:
         try:
             return AutoTokenizer.from_pretrained(located(place), trust_remote_code=False)
-        except Exception as error:  # tokenizers and their files have errors of their own
+        except Exception as error:  # tokenizers raise errors of many types
             found.append(shown(error))
     raise ModelError(f"{problem}: {'; '.join(found)}")
 
 
 def open_run(run: Path) -> RunExperience:
-    """The experience of a run as of its newest sound checkpoint; a warning names damaged ones.
+    """Load the experience of a run's newest sound checkpoint; a warning names damaged ones.
 
-    Raises:
-        CheckpointError: it has none; the message says what is wrong with those that are there.
+    Raise CheckpointError if there is none; the message says what is wrong with the existing ones.
     """
     with os_errors_as(CheckpointError, f"{run} cannot be read"):
         if not run.is_dir():

@@ -23,7 +23,7 @@ from exgrpo.train.common.errors import SHOWN, DataError, cut, os_errors_as, show
 from exgrpo.train.common.functions import PREFIX, find_module, module_names
 from exgrpo.train.config.sources import checked, parameters, split_arguments
 from exgrpo.train.data import gym
-from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, Reading, Row, parse_row
+from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, ColumnSelection, Row, parse_row
 from exgrpo.train.reward.contract import Columns
 
 TASKS = "exgrpo.train.data.tasks"
@@ -56,11 +56,11 @@ def read_rows(
     reward: str | None = None,
 ) -> list[Row]:
     """Return all rows of `source` with these columns; arguments as in exgrpo.train.data.questions.load_questions."""
-    rows = _rows(source, split, limit, seed, Reading(columns, names or {}))
+    rows = _rows(source, split, limit, seed, ColumnSelection(columns, names or {}))
     return rows if reward is None else [replace(row, reward=reward) for row in rows]
 
 
-def _rows(source: str, split: str, limit: int | None, seed: int, reading: Reading) -> list[Row]:
+def _rows(source: str, split: str, limit: int | None, seed: int, reading: ColumnSelection) -> list[Row]:
     if _generated(source):
         if limit is None:
             raise DataError(f"{source} needs a limit: the number of questions to generate")
@@ -163,7 +163,7 @@ def _hub_rows(source: str, split: str) -> Iterable[Any]:
         ) from error
 
 
-def _file_rows(path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
+def _file_rows(path: Path, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     if path.suffix == ".parquet":
         values = parquet_values(path, lambda names: _read_columns(names, path, reading))
         return _parsed(values, str(path), path.stem, reading)
@@ -226,7 +226,7 @@ def _cells(column: Any, arrays: bool) -> list[Any]:
     return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
 
 
-def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
+def _read_columns(names: list[str], path: Path, reading: ColumnSelection) -> list[str]:
     usual = {*names, *reading.names}
     for wanted in (QUESTIONS, ANSWERS):
         if not usual.intersection(wanted):
@@ -244,7 +244,7 @@ def _read_columns(names: list[str], path: Path, reading: Reading) -> list[str]:
     return read
 
 
-def _delimiter(text: str, reading: Reading) -> str:
+def _delimiter(text: str, reading: ColumnSelection) -> str:
     """Return the delimiter with which the first line has the most known columns, or else the most cells."""
     known = {*COLUMNS, *reading.names.values()}
 
@@ -255,7 +255,7 @@ def _delimiter(text: str, reading: Reading) -> str:
     return max(DELIMITERS, key=fit)
 
 
-def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
+def _csv_rows(text: str, path: Path, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     # The csv module's cell limit is global to the process; long solutions and unclosed quotes exceed it.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     # Without skipinitialspace the quotes in `"1 + 1, what is it?", "2"` would be part of the answer.
@@ -285,18 +285,18 @@ def _csv_rows(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow
             yield _row(row, place, path.stem, reading)
 
 
-def _parsed(values: Iterable[Any], place: str, source: str, reading: Reading) -> Iterator[Row | _BadRow]:
+def _parsed(values: Iterable[Any], place: str, source: str, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     return (_row(value, f"{place} row {number}", source, reading) for number, value in enumerate(values, start=1))
 
 
-def _parsed_lines(text: str, path: Path, reading: Reading) -> Iterator[Row | _BadRow]:
+def _parsed_lines(text: str, path: Path, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     # Not splitlines(): JSON text may contain U+2028 and the like, which do not end a line of the file.
     for line in jsonl.parsed(text.split("\n")):
         place = f"{path} line {line.number}"
         yield _BadRow(place, line.problem) if line.problem else _row(line.value, place, path.stem, reading)
 
 
-def _row(value: Any, place: str, source: str, reading: Reading) -> Row | _BadRow:
+def _row(value: Any, place: str, source: str, reading: ColumnSelection) -> Row | _BadRow:
     try:
         return replace(parse_row(value, source, reading), place=place)
     except DataError as error:

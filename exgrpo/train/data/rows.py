@@ -34,7 +34,7 @@ REMEDY = "--data.columns question NAME answer NAME says what they are called"
 
 
 @dataclass(frozen=True)
-class Reading:
+class ColumnSelection:
     """Options for reading a row.
 
     Attributes:
@@ -64,7 +64,7 @@ class Reading:
         return kept | {name: row[theirs] for name, theirs in self.names.items()}
 
 
-NOTHING_ELSE = Reading()
+NOTHING_ELSE = ColumnSelection()
 
 
 class Message(NamedTuple):
@@ -100,7 +100,7 @@ class Row:
         return as_text((*self.turns, Message("user", self.question))) if self.turns else self.question
 
 
-def parse_row(row: Any, source: str, reading: Reading = NOTHING_ELSE) -> Row:
+def parse_row(row: Any, source: str, reading: ColumnSelection = NOTHING_ELSE) -> Row:
     """Parse one row of either format; `source` is used if it names none. Raises DataError with the problem."""
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {_kind(row)}")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.tools.evaluate.evaluation import answers_per_row
-from exgrpo.tools.evaluate.options import Options
+from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.rollout.engine import Sampling
@@ -106,5 +106,5 @@ def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
         for i, question in enumerate(question_set(2).questions)
         for _ in range(repeats)
     ]
-    options = Options(model="m", data={"test": ("d",)}, rollout={"samples": 3, "avg": {"aime": 32}})
+    options = EvaluationOptions(model="m", data={"test": ("d",)}, rollout={"samples": 3, "avg": {"aime": 32}})
     assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats

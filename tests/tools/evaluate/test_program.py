@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from exgrpo.tools.evaluate import program
 from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
-from exgrpo.tools.evaluate.options import AS_TRAINED, Options, defaults, parse_options
+from exgrpo.tools.evaluate.options import AS_TRAINED, EvaluationOptions, defaults, parse_options
 from exgrpo.train.common import distributed, process
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.functions import ASSETS
@@ -47,12 +47,12 @@ def test_bad_recipes_are_named(tmp_path, text, message):
 
 
 def test_what_an_evaluation_shares_with_a_run_has_the_type_that_it_has_there():
-    shared = set(known_keys(Options)) & set(known_keys(Config)) - {"data.test", "rollout.engine"}
+    shared = set(known_keys(EvaluationOptions)) & set(known_keys(Config)) - {"data.test", "rollout.engine"}
     assert {f"{section}.{name}" for section, names in AS_TRAINED.items() for name in names} <= shared
     for key in shared - {"rollout.max_tokens"}:  # which an evaluation may leave open
         section, _, name = key.partition(".")
         if name:
-            ours, runs = (of.model_fields[section].annotation.model_fields[name] for of in (Options, Config))
+            ours, runs = (of.model_fields[section].annotation.model_fields[name] for of in (EvaluationOptions, Config))
             assert ours.annotation == runs.annotation, key
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from scipy.stats import binomtest
 
 from exgrpo.tools.evaluate.evaluation import AnswerFile, verdicts
-from exgrpo.tools.evaluate.options import Options, parse_options
+from exgrpo.tools.evaluate.options import EvaluationOptions, parse_options
 from exgrpo.tools.evaluate.program import write
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Rollout
@@ -99,7 +99,7 @@ def test_scores_are_valid_json_and_the_tables_tell_what_answers_lack(tmp_path):
 
 
 def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
-    options = Options(model="m", data={"test": ("d",)})
+    options = EvaluationOptions(model="m", data={"test": ("d",)})
     asked = [("question", "gold")] * 2
     file = AnswerFile(tmp_path, options, [asked])
     rollouts = [Rollout(np.array([3], np.int32), finished=finished) for finished in (True, False)]

@@ -1,4 +1,4 @@
-"""Folders of runs with a checkpoint that nobody has trained for, and trajectories of the default task's tokens."""
+"""Folders of runs with an untrained checkpoint, and trajectories of the default task's tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def with_reply() -> Trajectory:
 def make_run(
     folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, asked: QuestionSet | None = None, **values: Any
 ) -> Path:
-    """A run's folder with one checkpoint, as `Checkpoints` leaves it, without weights; it has asked `questions`."""
+    """Make a run's folder with one checkpoint as `Checkpoints` writes it, without weights, for `questions`."""
     of_run = config(values)
     memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
     place = np.arange(len(trajectories))

@@ -71,7 +71,7 @@ def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list"], "list is no command; there are show, export, import"),
+        (["list"], "list is no command; use one of show, export, import"),
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "none", "--qestion", "1"], "did you mean --question?"),
         (["show", "empty"], "empty has no checkpoint, where experience is stored: a run writes one every checkpoint"),

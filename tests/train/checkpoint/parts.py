@@ -7,7 +7,7 @@ from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answer
 
 
 class SavingPolicy(RecordingPolicy):
-    """What it saves is its version."""
+    """A policy that saves its version."""
 
     checkpoint_bytes = 1
 
@@ -37,7 +37,7 @@ def checkpoints(folder, *, keep=2, fingerprint="data", config=None) -> Checkpoin
 
 
 def story(trainer: Trainer, first: int, last: int) -> list[str]:
-    """What the steps from the first one to before the last one decide."""
+    """Return what the steps from the first one to before the last one decide."""
     results = [trainer.step(step) for step in range(first, last)]
     return [
         str({k: v for k, v in r.metrics.items() if "second" not in k} | {"q": r.batch.question.tolist()})

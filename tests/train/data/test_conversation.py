@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.common.errors import DataError
-from exgrpo.train.data.rows import Reading, parse_row
+from exgrpo.train.data.rows import ColumnSelection, parse_row
 from exgrpo.train.reward.contract import ALL_COLUMNS
 from tests.train.data.test_questions import BASE_TOKENIZER, TOKENIZER, decoded, load
 
@@ -66,4 +66,4 @@ def test_without_a_template_there_are_no_turns(tmp_path):
 )
 def test_what_is_no_conversation_is_named(messages, problem):
     with pytest.raises(DataError, match=problem):
-        parse_row({"question": messages, "answer": "1"}, "file", Reading(ALL_COLUMNS))
+        parse_row({"question": messages, "answer": "1"}, "file", ColumnSelection(ALL_COLUMNS))

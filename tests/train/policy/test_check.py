@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from exgrpo.tools import serve
 from exgrpo.tools.evaluate.evaluation import run as run_evaluation
-from exgrpo.tools.evaluate.options import Options
+from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError, DataError, ModelError
 from exgrpo.train.common.functions import ASSETS
@@ -408,7 +408,7 @@ def test_a_run_ends_before_it_begins(broken, tmp_path):
 
 def test_evaluation_and_servers_ask_too(broken, tmp_path):
     folder, message = broken
-    options = Options(
+    options = EvaluationOptions(
         model=str(folder),
         data={"test": ("builtin:arithmetic",), "test_limit": 1},
         rollout={"max_tokens": 80},

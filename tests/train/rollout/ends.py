@@ -1,4 +1,4 @@
-"""What holds for the ends of answers of every rollout engine."""
+"""Checks of the ends of answers for every rollout engine."""
 
 import numpy as np
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exgrpo.tools.evaluate.evaluation import engine_settings
-from exgrpo.tools.evaluate.options import Options
+from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import RolloutConfig
 from exgrpo.train.config.recipe import load_recipe
@@ -163,7 +163,7 @@ def test_an_evaluation_makes_room_for_its_longest_question():
 
     pretrained = load_pretrained("builtin:arithmetic")
     rollout = {"engine": "vllm", "kv_cache_gib": 2.5, "max_tokens": 80}
-    options = Options(model="m", data={"test": ("d",)}, rollout=rollout)
+    options = EvaluationOptions(model="m", data={"test": ("d",)}, rollout=rollout)
     asked = engine_settings(options, pretrained, [Question, Question])
     assert (asked.max_prompt_tokens, asked.rollout.max_tokens) == (7, 80)
     assert (asked.rollout.engine, asked.rollout.kv_cache_gib, asked.rollout.sleep_level) == ("vllm", 2.5, 0)

@@ -39,7 +39,7 @@ _PHRASES = ("What is {}?", "Compute {}.")
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """One question with its answer, a non-negative integer in decimal digits."""
 
     question: str
@@ -50,7 +50,7 @@ class Problem:
     level: int
 
 
-def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
+def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[ArithmeticProblem]:
     """Return `count` different problems of the split, deterministic in the arguments.
 
     `difficulty`, 1 to 4, sets the probabilities of the levels: 1 has only levels 1 and 2, 4 only levels 3 and 4. Raises
@@ -59,11 +59,11 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
     check_difficulty(difficulty, _LEVEL_WEIGHTS)
     weights = _LEVEL_WEIGHTS[difficulty]
 
-    def draw(rng: random.Random) -> Problem:
+    def draw(rng: random.Random) -> ArithmeticProblem:
         level = rng.choices(LEVELS, weights)[0]
         expression = _EXPRESSIONS[level](rng)
         question = rng.choice(_PHRASES).format(expression)
-        return Problem(question, str(evaluate(expression)), expression, level)
+        return ArithmeticProblem(question, str(evaluate(expression)), expression, level)
 
     return different_problems(draw, lambda problem: _canonical(problem.expression), split, count, seed)
 

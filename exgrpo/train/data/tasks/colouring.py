@@ -43,7 +43,7 @@ _COLOURING = re.compile(rf"{_COLOUR.pattern}(?:(?: *[,;] *| +){_COLOUR.pattern})
 
 
 @dataclass(frozen=True)
-class Problem:
+class ColouringProblem:
     """One question; `answer` is the nodes followed by the edges."""
 
     question: str
@@ -56,7 +56,7 @@ class Problem:
     difficulty: int
 
 
-def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
+def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[ColouringProblem]:
     """Return `count` different problems of the split, deterministic in the arguments.
 
     Difficulty 1 has 7 nodes and 6 edges, 2 has 7 and 8, 3 has 7 and 10, 4 has 8 and 13. Every graph has a right
@@ -67,14 +67,14 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
     nodes = "abcdefgh"[:size]
     pairs = [a + b for a, b in combinations(nodes, 2)]
 
-    def draw(rng: random.Random) -> Problem:
+    def draw(rng: random.Random) -> ColouringProblem:
         while True:
             edges = tuple(rng.sample(pairs, count_of_edges))
             if next(_right_colourings(nodes, edges), None):
                 break
         named = f"{nodes[0]} to {nodes[-1]} with {', '.join(COLOURS)}"
         question = f"Colour {named} so that edges differ: {' '.join(edges)}."
-        return Problem(question, " ".join((nodes, *edges)), nodes, edges, difficulty)
+        return ColouringProblem(question, " ".join((nodes, *edges)), nodes, edges, difficulty)
 
     return different_problems(draw, lambda problem: " ".join((nodes, *sorted(problem.edges))), split, count, seed)
 
@@ -84,7 +84,7 @@ def format_solution(nodes: str, colours: str) -> str:
     return f"\\boxed{{{' '.join(f'{node}={colour}' for node, colour in zip(nodes, colours, strict=True))}}}"
 
 
-def worked_solution(problem: Problem, colours: str) -> str:
+def worked_solution(problem: ColouringProblem, colours: str) -> str:
     """Return a response: for each node its earlier neighbours, then itself, in <think> tags, and the box."""
     colour = dict(zip(problem.nodes, colours, strict=True))
     groups = []

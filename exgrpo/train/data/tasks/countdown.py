@@ -43,7 +43,7 @@ _OPERATORS, _WEIGHTS = "+-*/", (0.35, 0.3, 0.25, 0.1)
 
 
 @dataclass(frozen=True)
-class Problem:
+class CountdownProblem:
     """One question; `answer` is the target followed by the numbers."""
 
     question: str
@@ -54,7 +54,7 @@ class Problem:
     difficulty: int
 
 
-def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[Problem]:
+def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_DIFFICULTY) -> list[CountdownProblem]:
     """Return `count` different problems of the split, deterministic in the arguments.
 
     Difficulty 1 has three numbers up to 30; 2, 3 and 4 have four, five and six numbers up to 15. Raises
@@ -63,12 +63,12 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
     check_difficulty(difficulty, _SIZES)
     size, largest = _SIZES[difficulty]
 
-    def draw(rng: random.Random) -> Problem:
+    def draw(rng: random.Random) -> CountdownProblem:
         numbers = [rng.randint(1, largest) for _ in range(size)]
         solution = random_expression(numbers, rng)
         target = solution.value
         question = f"Make {target} from {', '.join(map(str, numbers))}."
-        return Problem(question, " ".join(map(str, (target, *numbers))), solution, difficulty)
+        return CountdownProblem(question, " ".join(map(str, (target, *numbers))), solution, difficulty)
 
     return different_problems(draw, lambda problem: problem_key(problem.answer), split, count, seed)
 

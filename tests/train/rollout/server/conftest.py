@@ -7,7 +7,7 @@ from tests.train.rollout.server.fake_server import FakeServer
 
 @pytest.fixture(scope="session")
 def settings(folder):
-    """What a trainer of a tiny model asks of its servers."""
+    """Settings of a trainer of a tiny model for its servers."""
     return tiny.engine_settings(folder, max_tokens=56)
 
 
@@ -26,5 +26,5 @@ def fakes():
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """A server that fails is asked again at once."""
+    """Retry a failing server at once."""
     monkeypatch.setattr(pool, "PAUSE_SECONDS", 0.01)

@@ -1,7 +1,7 @@
-"""Parts of a server that gives the same answers in every run, whoever asks in whichever order.
+"""Parts of a server that gives the same answers in every run, for any order of requests.
 
-vLLM's own draws come from one generator per server, and its sums depend on what is computed beside an answer. Here each
-answer is computed alone, with a seed that is a hash of its prompt and its number.
+vLLM's own draws come from one generator per server, and its sums depend on what is computed in the same batch. Here
+each answer is computed alone, with a seed that is a hash of its prompt and its number.
 """
 
 import json
@@ -25,7 +25,6 @@ class LoneWorker(RolloutWorker):
     """Says that the server takes requests for several answers."""
 
     def rollout_facts(self) -> dict[str, Any]:
-        """As the worker's, but for the answers of a request."""
         return {**super().rollout_facts(), "sequences": SEQUENCES}
 
 
@@ -84,6 +83,6 @@ async def _give(send: Any, start: Any, answer: Any) -> None:
 
 
 def _headers(pairs: Any, content: bytes) -> list[tuple[bytes, bytes]]:
-    """Those of a message whose content has become another one."""
+    """Return the headers of a message with new content."""
     kept = [(name, value) for name, value in pairs if name != b"content-length"]
     return [*kept, (b"content-length", str(len(content)).encode())]

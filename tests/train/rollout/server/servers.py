@@ -105,7 +105,7 @@ class Server:
         self._process.wait(timeout=60)
 
     def workers_end(self, within: float = 20.0) -> bool:
-        """Whether no process that it started is left, at the latest after so many seconds."""
+        """True if all processes that it started end within this many seconds."""
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
             try:
@@ -116,7 +116,7 @@ class Server:
         return False
 
     def asked(self) -> float:
-        """Prompt tokens that it was asked for since it started."""
+        """Return the prompt tokens of all requests since it started."""
         return self._counted("prompt_tokens_total")
 
     def generated(self) -> float:

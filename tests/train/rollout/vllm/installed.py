@@ -1,4 +1,4 @@
-"""Is the real vLLM there to be tested?"""
+"""Detection of a real vLLM to be tested."""
 
 import importlib.metadata
 

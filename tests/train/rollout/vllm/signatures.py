@@ -1,4 +1,4 @@
-"""What vLLM's functions and classes take, read from a wheel or an installed package without importing it.
+"""Signatures of vLLM's functions and classes, read from a wheel or an installed package without importing it.
 
 `python -m tests.train.rollout.vllm.signatures WHEEL ...` adds those of wheels to `signatures.json`.
 """
@@ -62,11 +62,11 @@ Record = dict[str, str]
 
 
 def signatures(root: Path | zipfile.Path, serves: bool) -> Record:
-    """What the functions and classes of vLLM in a folder take.
+    """Return the signatures of vLLM's functions and classes in a folder.
 
     Args:
-        root: the folder, or what is in a wheel.
-        serves: whether those of servers are wanted, and the routes.
+        root: the folder, or the content of a wheel.
+        serves: True to include those of servers, and the routes.
     """
     found = {name: parameters(root, place) for name, place in (PLACES | (SERVED if serves else {})).items()}
     if serves:
@@ -76,7 +76,7 @@ def signatures(root: Path | zipfile.Path, serves: bool) -> Record:
 
 
 def parameters(root: Path | zipfile.Path, place: str) -> str:
-    """Those of a function, or the fields of a class, those of an enumeration too."""
+    """Return the parameters of a function, or the fields of a class or enumeration."""
     path, _, names = place.partition(":")
     files = [root / path] if "*" not in path else [f for f in walk(root / "entrypoints") if f.name == "cli_args.py"]
     for file in files:
@@ -101,7 +101,7 @@ def arguments(of: ast.arguments, bound: bool) -> str:
 
 
 def field(statement: ast.stmt) -> str:
-    """Of a class: an annotated field, or a member of an enumeration; "": neither."""
+    """Return the name of a class's annotated field or of an enumeration's member; "": neither."""
     if isinstance(statement, ast.AnnAssign) and not statement.target.id.startswith("_"):
         return statement.target.id + ("=None" if statement.value else "")
     if isinstance(statement, ast.Assign) and statement.targets[0].id.isupper():
@@ -137,7 +137,7 @@ def recorded() -> dict[str, Record]:
 
 @cache
 def signature(version: str, name: str) -> inspect.Signature:
-    """What a function or a class of a version takes."""
+    """Return the signature of a version's function or class."""
     return inspect.signature(eval(f"lambda {recorded()[version][name]}: None"))
 
 

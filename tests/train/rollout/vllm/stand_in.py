@@ -1,6 +1,6 @@
-"""A stand-in for vLLM on a GPU: it takes what each version of vLLM takes, by the record, and nothing else.
+"""A stand-in for vLLM on a GPU: it accepts exactly the recorded arguments of each version of vLLM.
 
-It raises where the real one would touch memory that is not there.
+It raises where the real one would access memory that does not exist.
 """
 
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What the real vLLM engine does, observed in processes of its own.
+"""Observation of the real vLLM engine in separate processes.
 
 `worker.py FOLDER RANKS NAME ...` observes one engine after another, over as many ranks as there are, and writes
 FOLDER/NAME/seen.RANK.json. A name is tied or untied, a comma and a dtype; FOLDER/NAME holds its model.
@@ -223,7 +223,7 @@ def observe(folder, dtype, ranks):
 
 
 def refusals(folder, ranks):
-    """What engines that cannot be say."""
+    """Return the errors of engines with impossible settings."""
     return {
         "small cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=1e-5)),
         "large cache": refused(lambda: make(folder, "fp32", ranks, kv_cache_gib=16384)),
