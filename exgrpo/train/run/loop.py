@@ -1,4 +1,4 @@
-"""A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
+"""Run training: set up, evaluate, train, save, and print a summary."""
 
 import logging
 import time
@@ -41,14 +41,14 @@ def run(config: Config, early: Early, resources: ExitStack, resume: Path | None 
     """Set a run up and train.
 
     Args:
-        config: what to do.
-        early: what the first look has read.
-        resources: closes what the run opens.
-        resume: folder of the run to go on with; None: a new one.
+        config: configuration of the run.
+        early: result of the startup checks.
+        resources: exit stack that closes what the run opens.
+        resume: folder of the run to resume; None: a new run.
 
     Raises:
-        ExgrpoError: something about the input or the machine is wrong; the message names it.
-        Stopped: a person or the system stops it once it is set up.
+        ExgrpoError: the inputs or the machine do not fit the configuration, or the run fails.
+        Stopped: interrupted after set-up.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -63,7 +63,7 @@ def run(config: Config, early: Early, resources: ExitStack, resume: Path | None 
 
 
 def _kept(resume: Path | None) -> dict[str, int] | None:
-    """The threads of a run that goes on, as its newest checkpoint has them."""
+    """Return the threads in the newest checkpoint of a resumed run."""
     found = find(resume) if resume else []
     return found[0].manifest.progress.get("threads") if found else None
 
@@ -72,19 +72,19 @@ class Run:
     """A run that is set up and checked.
 
     Args:
-        config, resources, resume: see `run`.
-        inputs: what it starts from.
-        world: the processes that do it.
+        config, resources, resume: as in `run`.
+        inputs: model, questions and grader.
+        world: the ranks.
 
     Attributes:
-        step: the last finished training step.
-        started: what the experience of a new run has begun with; None: nothing.
-        course: the evaluations, before the first step, between steps and after the last one.
-        utilisation: what the steps need against the best rate of matrix products that the run has measured.
-        weight_gap: mean difference of log-probs between the rollout engine and the trainer.
+        step: last finished training step.
+        started: summary of the stored answers that a new run starts with; None: it starts without.
+        course: evaluations before the first step, between steps and after the last one.
+        utilisation: computes MFU with the best rate of matrix products that the run has measured.
+        weight_gap: mean absolute difference of log-probs between the rollout engine and the trainer.
 
     Raises:
-        ExgrpoError: something about the input or the machine is wrong; the message names it.
+        ExgrpoError: the inputs or the machine do not fit the configuration.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Run:
         return start_experience(Beginning.of(self.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:
-        """Go back to the newest sound checkpoint; returns where the log stood."""
+        """Restore the newest sound checkpoint; returns the position of its log."""
         self.step, progress = self.checkpoints.load(self.policy, self.trainer)
         self.course.restore(progress["evaluations"])
         self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
@@ -184,7 +184,11 @@ class Run:
         self._conclude()
 
     def _take_down(self, result: StepResult, display: Display) -> None:
-        """Write a step down, say what there is to say of it, and stop where it teaches nothing any more."""
+        """Record and print a step with its warnings.
+
+        Raises:
+            HaltError: grading or updates have failed for too many steps in a row.
+        """
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
         if check_every and self.step % check_every == 0:
@@ -203,14 +207,14 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the model and the report, and upload what is to be uploaded."""
+        """Write the model and the report, and upload the models if requested."""
         config, folder = self.config, self.folder
         if config.output.save_model:
             self._write_model(folder / MODEL)
         if not self.console:
             return
         self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
-        if config.output.push_to_hub:  # last, since the network may fail and everything else is done
+        if config.output.push_to_hub:  # last, since the network may fail
             address = upload(config.output.push_to_hub, uploads(folder))
             self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
@@ -219,7 +223,7 @@ class Run:
         write_model(folder, self.policy, self.inputs.pretrained.tokenizer, card)
 
     def way_on(self) -> str:
-        """How to go on with a run that is stopped now."""
+        """Return where the run stopped and the command to resume it."""
         found, _ = survey(self.folder)
         done = f"stopped after step {self.step} of {self.config.steps}"
         if not found:
@@ -265,17 +269,17 @@ class Run:
         end = missing_end(self.inputs.pretrained, config.common_stop) if config.data.chat else None
         try:
             found, problem = preflight(config, self.answerer, questions, self.trainer.sampling, end)
-        except RewardError as error:  # training is worth nothing, as where the reward fails on all answers
+        except RewardError as error:  # the same rewards would fail in training
             raise HaltError(str(error)) from None
         say(found)
         if problem and config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
-        news = self.answerer.news()  # the problem says it, too
+        news = self.answerer.news()  # a problem includes these failures
         for warning in [problem] if problem else news:
             say(f"warning: {warning}")
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
-        """Ask the held-out questions now, if there are any, and keep the model if it is the best one."""
+        """Evaluate on the held-out sets, if there are any, and write the model if it is the best one."""
         if not self.course.sets:
             return
         found, sentences = self.course.evaluate(self.step)
