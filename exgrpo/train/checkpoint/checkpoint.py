@@ -219,7 +219,7 @@ class Checkpoints:
         return ReplayState(manifest.values, arrays, self.store.load(arrays))
 
     def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
-        with os_errors_as(CheckpointError, f"{self.run} cannot be put right"):
+        with os_errors_as(CheckpointError, f"{self.run} cannot be repaired"):
             for folder, problem in problems.items():
                 # Under its own name it would count as one of the checkpoints to keep.
                 aside = folder.with_name(folder.name + DAMAGED)

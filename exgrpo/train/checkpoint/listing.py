@@ -139,7 +139,7 @@ def inspect(folder: Path) -> Checkpoint:
     """
     manifest = read_manifest(folder)
     if folder.name != folder_name(manifest.step):
-        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it is that of step {manifest.step}")
+        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it belongs to step {manifest.step}")
     experience = folder.parents[1] / EXPERIENCE
     sizes = {folder / name: file.size for name, file in manifest.files.items()}
     sizes |= {experience / f"{name}{SUFFIX}": size for name, size in manifest.experience.items()}

@@ -74,8 +74,8 @@ class Soundness:
         if not told:
             return None
         return (
-            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite: they teach "
-            f"nothing. After {SKIPPED_MOST} the run stops"
+            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite. "
+            f"After {SKIPPED_MOST} the run stops"
         )
 
     def problem(self, counts: Counts) -> str | None:
@@ -113,11 +113,11 @@ def overflowed(updates: Sequence[UpdateStats]) -> str | None:
 def ungraded(counts: Counts) -> str:
     """Return the most frequent cause of failed grading, of at least one, and the remedy."""
     first = max(counts.failures, key=lambda one: one.count)
-    return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or bear more by --reward.max_failed"
+    return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or tolerate more by --reward.max_failed"
 
 
 def remedy(failure: Failure) -> str:
     """Return the remedy for a failing reward."""
     if "reward.time_limit" in failure.cause:
         return "Make the function faster, or raise --reward.time_limit"
-    return "Mend the function"
+    return "Fix the function"

@@ -67,7 +67,7 @@ def preflight(
         found += f"; {hint}"
     unended = missing_end and _unended(missing_end, config)
     if unended and (count := sum(missing_end in text for text in batch.text)):
-        found += f"; {count} go on behind {missing_end!r}: {unended}"
+        found += f"; {count} continue after {missing_end!r}: {unended}"
     problem = _broken(rewards, batch.counts.failures)
     if not (problem or right.any() or len(set(batch.reward.tolist())) > 1):
         example = given[0].response[-SHOWN_CHARACTERS:]

@@ -48,7 +48,7 @@ def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
     assert [soundness.observe(counts, (True,)) for counts in steps] == [None] * 3
     assert soundness.problem(steps[-1]) == (
         "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
-        "'r': KeyError: 1. Mend the function, or bear more by --reward.max_failed"
+        "'r': KeyError: 1. Fix the function, or tolerate more by --reward.max_failed"
     )
 
 

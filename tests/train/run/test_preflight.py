@@ -122,11 +122,11 @@ def test_an_end_of_the_template_that_ends_no_answer_is_named_with_the_remedy(tmp
     )
     options = {"form": {0, 5}, "end": "boxed", "sources": sources}
     found, problem = result(tmp_path, whole=0, **options)
-    assert found.endswith(f"0 are right; 2 go on behind 'boxed': {remedy}")
+    assert found.endswith(f"0 are right; 2 continue after 'boxed': {remedy}")
     assert problem.startswith(f"none of 32 answers has ended, and none is right: {remedy}. One answer ends: ")
     assert "max_tokens" not in problem
     found, problem = result(tmp_path, whole=1, **options)
-    assert found.endswith(f"2 go on behind 'boxed': {remedy}")
+    assert found.endswith(f"2 continue after 'boxed': {remedy}")
     assert problem is None, "one has ended"
     found, _ = result(tmp_path, form={-1}, end="boxed")
     assert "behind" not in found, "the model does not write it"
@@ -218,13 +218,13 @@ def graded(tmp_path, name, count=4):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Mend the function"),
+        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Fix the function"),
         (
             "slow",
             r"it took longer than reward.time_limit \(0.5 s\). Make the function faster, or raise --reward.time_l",
         ),
-        ("dies", r"the grading process died \(exit code 3\). Mend"),
-        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Mend"),
+        ("dies", r"the grading process died \(exit code 3\). Fix"),
+        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Fix"),
         ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 21\). Make"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert ("JSONDecodeError" if name == "raises" else "returned '1.0' (str)") in error
-    assert "Mend the function" in error
+    assert "Fix the function" in error
     assert re.search(r" ends: ['\"]", error), "the answer that was graded"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
@@ -287,7 +287,7 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     assert printed.count("failed 100%") == 3
     assert error.startswith("error: in each of the last 3 steps more than 50% of the answers could not be graded, 100%")
     assert (
-        "KeyError: '[/b]' (mine.py, line 2). Mend the function, or bear more by --reward.max_failed. The run has "
+        "KeyError: '[/b]' (mine.py, line 2). Fix the function, or tolerate more by --reward.max_failed. The run has "
         "stopped after step 3 of 4. To go on after step 3: "
     ) in error
     assert error.endswith(f" --resume {run}")

@@ -51,7 +51,7 @@ class Environment:
 
     def _useless(self, question: Question, cause: str) -> RolloutError:
         return RolloutError(
-            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Mend it, and go on "
+            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Fix it, and go on "
             "with --resume auto"
         )
 
@@ -103,7 +103,7 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
     if not np.isin(first, eos).all():
         raise ConfigError(
             f"environment.role: the chat template closes an answer with {shown(tokenizer.decode(first))}, which does "
-            "not end a turn of this model: leave environment.role out, and let the function write what stands between "
+            "not end a turn of this model: leave environment.role out, and let the function write the text between "
             "two turns"
         )
     return encode

@@ -289,5 +289,5 @@ def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:
             f"{reason}"
         )
     if of_device(error):
-        return f"engine: vLLM and the GPU do not get along: {reason}; `exgrpo doctor` looks for the cause"
+        return f"engine: vLLM cannot use the GPU: {reason}; `exgrpo doctor` looks for the cause"
     return f"engine: vLLM cannot take the model: {reason or type(error).__name__}; the engine transformers may"

@@ -43,7 +43,7 @@ def import_vllm(device: torch.device) -> Any:
         from vllm.platforms import current_platform
 
         if current_platform.device_type != device.type:
-            raise ImportError(f"this build of vLLM is not one for {device.type}")
+            raise ImportError(f"this build of vLLM is not for {device.type}")
         # The module imports lazily: force it here.
         from vllm import LLM, EngineArgs  # noqa: F401
     return vllm
