@@ -48,7 +48,7 @@ class Produced:
     problem: RolloutError | None
 
 
-class Answerer:
+class RolloutWorker:
     """Generates and grades answers; answers are graded while others are being generated.
 
     Args:

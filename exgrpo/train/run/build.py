@@ -27,7 +27,7 @@ from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.engine import SharedEngine, shares_policy
@@ -149,8 +149,8 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
     decode, reward = pretrained.tokenizer.decode, config.reward.function
-    answerer = Answerer(engine, inputs.grader, decode, world, reward, conversations)
-    trainer = Trainer(config, inputs.train_set, policy, answerer, reference)
+    rollout_worker = RolloutWorker(engine, inputs.grader, decode, world, reward, conversations)
+    trainer = Trainer(config, inputs.train_set, policy, rollout_worker, reference)
     checkpoints = Checkpoints(
         folder,
         world,

@@ -95,16 +95,16 @@ class Run:
         self.inputs, self.world = inputs, world
         self.trainer, self.checkpoints = self.parts.trainer, self.parts.checkpoints
         self.config, self.folder = self.trainer.config, self.checkpoints.run
-        self.policy, self.answerer = self.trainer.policy, self.trainer.answerer
+        self.policy, self.rollout_worker = self.trainer.policy, self.trainer.rollout_worker
         self.utilisation = self.parts.utilisation
         self.step = 0
-        self.course = Course(self.config, inputs.held_out, self.answerer)
+        self.course = Course(self.config, inputs.held_out, self.rollout_worker)
         self.cards = Cards(self.config)
         self.soundness = Soundness(self.config.reward.max_failed)
         self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
         self.recorder = Recorder(self.trainer, self.folder, resources, position)
-        self.answerer.engine.push_weights(self.policy.weights())
+        self.rollout_worker.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
@@ -143,7 +143,7 @@ class Run:
         questions = self.inputs.train_set.questions[:PROBE_QUESTIONS]
         return check_engine(
             self.policy,
-            self.answerer.engine,
+            self.rollout_worker.engine,
             [np.array(question.prompt, dtype=np.int32) for question in questions],
             dtype=self.config.policy.dtype,
             max_tokens=min(PROBE_TOKENS, self.config.rollout.max_tokens),
@@ -196,7 +196,7 @@ class Run:
         self.recorder.step(self.step, result)
         display.step(result.metrics)
         unsound = self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), unsound)):
+        for note in filter(None, (*result.notes, *self.rollout_worker.news(), unsound)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:
@@ -233,7 +233,7 @@ class Run:
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, world = self.config, self.inputs.train_set, self.world
-        reason = self.answerer.engine.unrepeatable
+        reason = self.rollout_worker.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {len(questions.left_out)} over-long prompts dropped" if questions.left_out else ""
         if questions.beyond_limit:
@@ -268,13 +268,13 @@ class Run:
         config, questions = self.config, self.inputs.train_set.first(QUESTIONS)
         end = missing_end(self.inputs.pretrained, config.common_stop) if config.data.chat else None
         try:
-            found, problem = preflight(config, self.answerer, questions, self.trainer.sampling, end)
+            found, problem = preflight(config, self.rollout_worker, questions, self.trainer.sampling, end)
         except RewardError as error:  # the same rewards would fail in training
             raise HaltError(str(error)) from None
         say(found)
         if problem and config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
-        news = self.answerer.news()  # a problem includes these failures
+        news = self.rollout_worker.news()  # a problem includes these failures
         for warning in [problem] if problem else news:
             say(f"warning: {warning}")
 
@@ -284,7 +284,7 @@ class Run:
             return
         found, sentences = self.course.evaluate(self.step)
         self.recorder.record("evaluation", found)
-        for sentence in (*sentences, *self.answerer.news()):
+        for sentence in (*sentences, *self.rollout_worker.news()):
             say(sentence)
         if self.course.improved:
             self._write_model(self.folder / BEST)

@@ -15,7 +15,7 @@ from exgrpo.train.metrics.soundness import remedy
 from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import FORMS
 from exgrpo.train.reward.names import absolute, is_own, reward_of
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 
 QUESTIONS = 32
@@ -24,7 +24,7 @@ SHOWN_CHARACTERS = 300
 
 def preflight(
     config: Config,
-    answerer: Answerer,
+    rollout_worker: RolloutWorker,
     questions: Sequence[Question],
     sampling: Sampling,
     missing_end: str | None = None,
@@ -33,7 +33,7 @@ def preflight(
 
     Args:
         config: configuration of the run.
-        answerer, questions, sampling: as in training.
+        rollout_worker, questions, sampling: as in training.
         missing_end: text with which the chat template ends an answer but at which generation does not stop; None:
             generation stops there.
 
@@ -45,15 +45,15 @@ def preflight(
         RewardError: on every rank, if a reward is not a number.
     """
     asked = questions[:QUESTIONS]
-    batch = answerer.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
+    batch = rollout_worker.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
     given = [
         Graded(text, question.gold, reward_of(question.reward, config.reward.function))
         for text, question in zip(batch.text, asked, strict=True)
     ]
     right = is_success(batch.reward, config.reward.success)
     wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
-    form, hidden = elsewhere(config.reward, wrong, answerer.world)
-    told = [known for known in tell("form", config.reward, given, answerer.world) if known is not None]
+    form, hidden = elsewhere(config.reward, wrong, rollout_worker.world)
+    told = [known for known in tell("form", config.reward, given, rollout_worker.world) if known is not None]
     formed = sum(told) if len(told) == len(given) else None  # None: a reward has no format check
     found = f"preflight: of {len(asked)} answers {batch.finished.sum()} are finished"
     if formed is not None:

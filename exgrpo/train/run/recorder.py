@@ -38,7 +38,7 @@ class Recorder:
     """
 
     def __init__(self, trainer: Trainer, folder: Path, resources: ExitStack, position: dict[str, int] | None) -> None:
-        self._trainer, self._folder, self._world = trainer, folder, trainer.answerer.world
+        self._trainer, self._folder, self._world = trainer, folder, trainer.rollout_worker.world
         self._output = trainer.config.output
         self._next: dict[str, float] = {}
         self._followed = Followed(0)
@@ -90,7 +90,7 @@ class Recorder:
 
     def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
         answer, reward = batch.answer(row), batch.reward.item(row)
-        texts = parts_of(answer, self._trainer.answerer.decode, stop)
+        texts = parts_of(answer, self._trainer.rollout_worker.decode, stop)
         writers: cycle[Writer] = cycle(("policy", "environment"))
         parts = tuple(zip(writers, texts, strict=False))
         shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))

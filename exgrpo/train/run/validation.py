@@ -14,20 +14,26 @@ from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.validation_scores import SourceScore, Verdict, question_key, score, score_all, unasked
 
 
 def evaluate(
-    answerer: Answerer, questions: QuestionSet, samples: int, sampling: Sampling, seed: int, *, reward: RewardConfig
+    rollout_worker: RolloutWorker,
+    questions: QuestionSet,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    reward: RewardConfig,
 ) -> tuple[SourceScore, dict[str, SourceScore]]:
     """Answer every question `samples` times and return the overall scores and those by source; a collective call.
 
     An answer is right if its reward is at least `reward.success`; answers to a left-out question count as wrong.
     """
-    batch = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
+    batch = rollout_worker.answer(questions.questions, [samples] * len(questions), sampling, seed)
     asked = [questions.questions[group] for group in batch.group]
     graded = [
         Graded(text, question.gold, reward_of(question.reward, reward.function))
@@ -39,8 +45,8 @@ def evaluate(
             asked,
             is_success(batch.reward, reward.success).tolist(),
             batch.finished.tolist(),
-            tell("form", reward, graded, answerer.world),
-            tell("found", reward, graded, answerer.world),
+            tell("form", reward, graded, rollout_worker.world),
+            tell("found", reward, graded, rollout_worker.world),
             batch.key.tolist(),
             strict=True,
         )
@@ -114,7 +120,7 @@ class Course:
     Args:
         config: configuration of the run.
         questions: questions of each of its `held_out_sets`.
-        answerer: generates and grades.
+        rollout_worker: generates and grades.
 
     Attributes:
         first: metrics of the evaluation before the first step; empty: there was none.
@@ -122,12 +128,12 @@ class Course:
         best: best evaluation by checkpoint.best; None: there is none yet.
     """
 
-    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], answerer: Answerer) -> None:
+    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], rollout_worker: RolloutWorker) -> None:
         self.config = config
         self.sets = held_out_sets(config)
         self.questions = questions
-        self.answerer = answerer
-        self.stop = Stops(config.rollout.stop, answerer.decode)
+        self.rollout_worker = rollout_worker
+        self.stop = Stops(config.rollout.stop, rollout_worker.decode)
         self.first: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.best: Best | None = None
@@ -138,13 +144,13 @@ class Course:
         Returns:
             the metrics for metrics.jsonl, and a sentence about each set.
         """
-        start, tokens = time.perf_counter(), self.answerer.tokens
+        start, tokens = time.perf_counter(), self.rollout_worker.tokens
         found: dict[str, float] = {"step": step}
         sentences = []
         for name, asked in self.sets.items():
             purpose = "evaluation" if name == TEST else f"evaluation of {name}"
             overall, by_source = evaluate(
-                self.answerer,
+                self.rollout_worker,
                 self.questions[name],
                 asked.samples,
                 Sampling(
@@ -159,7 +165,10 @@ class Course:
             found |= metrics(overall, by_source, name)
             sentences.append(_sentence(name, step, overall))
         self._take(found)
-        cost = {"tokens/evaluation": self.answerer.tokens - tokens, "seconds/evaluation": time.perf_counter() - start}
+        cost = {
+            "tokens/evaluation": self.rollout_worker.tokens - tokens,
+            "seconds/evaluation": time.perf_counter() - start,
+        }
         return {**found, **cost}, sentences
 
     def _take(self, found: dict[str, float]) -> None:

@@ -167,7 +167,7 @@ def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
     """Dynamic sampling: half of the questions are all right or all wrong."""
     trainer = make(SKILL, rollout={"refills": refills}, experience={"ratio": 0.0}, optimizer={"minibatches": 1})
     result = trainer.step(1)
-    calls = trainer.answerer.engine.calls
+    calls = trainer.rollout_worker.engine.calls
     assert len(calls) <= 1 + refills
     asked = [question for call in calls for question in call]
     assert result.batch.question.tolist() == asked
@@ -197,7 +197,7 @@ def test_all_that_was_asked_is_taken_in_even_what_is_not_trained_on():
 def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_there_are_no_others(skill):
     trainer = make(dict.fromkeys(range(10), skill), rollout={"refills": 10}, experience={"ratio": 0.0})
     result = trainer.step(1)
-    assert [len(call) for call in trainer.answerer.engine.calls] == [6, 4]
+    assert [len(call) for call in trainer.rollout_worker.engine.calls] == [6, 4]
     assert len(result.batch.question) == 10
     assert result.metrics["idle_group_fraction"] == 1
     assert trainer.policy.updates == []

@@ -13,7 +13,7 @@ from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import preflight
 from tests.train.configs import configured
-from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, question_set, rollout_worker
 from tests.train.launch import MAIN, completed, launch
 from tests.train.policy.test_ends import END, PAD, with_another_end
 from tests.train.run.test_run import SMALL, records
@@ -74,7 +74,7 @@ def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score
     (tmp_path / "reward.py").write_text(REWARD)
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
     engine.whole = whole
-    asked = answerer(engine)
+    asked = rollout_worker(engine)
     rewards = rewards or {}
     asked.grader = ScriptedGrader(lambda text: rewards.get(int(text.split()[0]) - 100, 0.0))
     if form:
@@ -176,7 +176,7 @@ def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
 
 @pytest.mark.parametrize("right", [0, 3])
 def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_path, right):
-    asked = answerer(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
+    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
     texts = {100 + i: "<answer>gold</answer>" for i in range(7)} | {107 + i: "\\boxed{gold}" for i in range(right)}
     asked.decode = lambda ids: texts.get(ids[0], "\\boxed{silver}")
     config = configured({"reward": {"function": "math_no_think", "form": "boxed"}})
@@ -194,7 +194,7 @@ def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_pat
 
 def test_right_values_that_an_own_reward_does_not_read_are_told(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    asked = answerer(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
+    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
     asked.grader, asked.decode = ScriptedGrader(lambda text: 0.0), lambda ids: f"{ids[0]}\n#### 12"
     config = configured({"reward": {"function": f"{tmp_path}/reward.py:formless"}})
     questions = [dataclasses.replace(question, gold="12") for question in question_set(4).questions]
@@ -209,7 +209,7 @@ def graded(tmp_path, name, count=4):
     config = configured({"reward": {"function": f"{tmp_path}/mine.py:{name}", "time_limit": 0.5}})
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
     engine.whole = count
-    asked = answerer(engine)
+    asked = rollout_worker(engine)
     asked.reward = config.reward.function
     with Grader.of([asked.reward], config.reward) as asked.grader:
         return *preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), asked
@@ -254,7 +254,7 @@ def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
         dataclasses.replace(question, reward=names[question.index % 2]) for question in question_set(4).questions
     ]
     config = configured({})
-    asked = answerer(CuttingEngine(dict.fromkeys(range(4), 0.0)))
+    asked = rollout_worker(CuttingEngine(dict.fromkeys(range(4), 0.0)))
     with Grader.of(names, config.reward) as asked.grader:
         found, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
     assert "2 are right" in found

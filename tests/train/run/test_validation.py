@@ -18,7 +18,7 @@ from exgrpo.train.run.startup_checks import look
 from exgrpo.train.run.validation import Course, check_best
 from exgrpo.train.run.validation_scores import Verdict, score, score_all
 from tests.train.configs import configured
-from tests.train.fakes import ScriptedEngine, answerer, question_set
+from tests.train.fakes import ScriptedEngine, question_set, rollout_worker
 
 ROOT = Path(__file__).parents[3]
 QUESTIONS = 8
@@ -31,7 +31,7 @@ def course(metric="hard/pass_rate", patience=None, engine=None, **sets) -> Cours
         {"evaluation": {"patience": patience, "sets": {"hard": HARD, **sets}}, "checkpoint": {"best": metric}}
     )
     questions = dict.fromkeys(held_out_sets(config), question_set(QUESTIONS))
-    return Course(config, questions, answerer(engine or ScriptedEngine({})))
+    return Course(config, questions, rollout_worker(engine or ScriptedEngine({})))
 
 
 def take(of: Course, step: int, right: int) -> None:

@@ -43,7 +43,7 @@ INCOMPLETE = "incomplete"
 
 
 class ServerFacts(BaseModel):
-    """Result of `RolloutWorker.rollout_facts` of a server's worker, and the label of its weights."""
+    """Result of `WorkerExtension.rollout_facts` of a server's worker, and the label of its weights."""
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 

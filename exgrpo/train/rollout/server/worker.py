@@ -1,8 +1,8 @@
 """Extension of vLLM's worker processes for rollouts.
 
-`vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.RolloutWorker` imports this module in each worker
-before the model is made. This registers the backends of `--weight-transfer-config '{"backend": "packed_nccl"}'` (on
-CPUs "gloo"), and makes the worker end when the server is killed.
+`vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.WorkerExtension` imports this module in each
+worker before the model is made. This registers the backends of `--weight-transfer-config '{"backend": "packed_nccl"}'`
+(on CPUs "gloo"), and makes the worker end when the server is killed.
 """
 
 import os
@@ -76,7 +76,7 @@ def _received(
     yield from zip(names, unpack(bucket, types, shapes), strict=True)
 
 
-class RolloutWorker:
+class WorkerExtension:
     """Methods that `/collective_rpc` can call on a worker; vLLM adds it to the bases of its worker class."""
 
     vllm_config: Any

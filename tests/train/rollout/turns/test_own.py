@@ -12,7 +12,7 @@ from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.names import resolve_reward
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import Conversations
@@ -53,11 +53,11 @@ def test_the_example_of_the_page_is_played(guess):
     conversations = Conversations(environment, options, lambda text, closed: ids(text), read)
     script = Ended(["<guess>3</guess>", "<guess>4</guess>", "yes."], ["<guess>9</guess>", " right ."])
     grader = Reading(resolve_reward(f"{guess}:score"))
-    answerer = Answerer(script, grader, read, LoneWorld(), conversations=conversations)
+    rollout_worker = RolloutWorker(script, grader, read, LoneWorld(), conversations=conversations)
     script.ranks, script.wake, script.sleep, script.counts = 1, lambda: None, lambda: None, lambda: None
     question = Question(0, (80,), "Guess.", "4", "mine", columns={"tries": 2})
     sampling = Sampling(200, stop=Stops((), read))
-    produced = answerer.produce([question], [2], sampling, seed=0)
+    produced = rollout_worker.produce([question], [2], sampling, seed=0)
     assert produced.broken == 0
     right = ["<guess>3</guess>", " no, and 1 tries are left ", "<guess>4</guess>", " right ", "yes."]
     # What the policy writes itself does not count.
