@@ -30,7 +30,7 @@ from exgrpo.train.run.preflight import QUESTIONS, preflight
 from exgrpo.train.run.recorder import Recorder
 from exgrpo.train.run.start_experience import Beginning, Encoding, Started, start_experience
 from exgrpo.train.run.startup_checks import Early
-from exgrpo.train.run.validation import Course
+from exgrpo.train.run.validation import Evaluator
 from exgrpo.train.run.weight_check import check_engine
 from exgrpo.train.trainer import StepResult
 
@@ -79,7 +79,7 @@ class Run:
     Attributes:
         step: last finished training step.
         started: summary of the stored answers that a new run starts with; None: it starts without.
-        course: evaluations before the first step, between steps and after the last one.
+        evaluator: evaluations before the first step, between steps and after the last one.
         utilisation: computes MFU with the best rate of matrix products that the run has measured.
         weight_gap: mean absolute difference of log-probs between the rollout engine and the trainer.
 
@@ -98,7 +98,7 @@ class Run:
         self.policy, self.rollout_worker = self.trainer.policy, self.trainer.rollout_worker
         self.utilisation = self.parts.utilisation
         self.step = 0
-        self.course = Course(self.config, inputs.held_out, self.rollout_worker)
+        self.evaluator = Evaluator(self.config, inputs.held_out, self.rollout_worker)
         self.cards = Cards(self.config)
         self.soundness = Soundness(self.config.reward.max_failed)
         self.started = None if resume else self._start_experience()
@@ -118,7 +118,7 @@ class Run:
     def _restore(self) -> dict[str, int]:
         """Restore the newest sound checkpoint; returns the position of its log."""
         self.step, progress = self.checkpoints.load(self.policy, self.trainer)
-        self.course.restore(progress["evaluations"])
+        self.evaluator.restore(progress["evaluations"])
         self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
         on_main(self.world, self._reopen)
         return progress["log"]
@@ -130,7 +130,7 @@ class Run:
 
     def _save(self) -> None:
         progress = {
-            "evaluations": self.course.state(),
+            "evaluations": self.evaluator.state(),
             "log": self.recorder.position(),
             "matrix_rate": self.utilisation.rate,
             "threads": self.world.kept,
@@ -153,13 +153,13 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
-        config, course = self.config, self.course
+        config, evaluator = self.config, self.evaluator
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
                 self._preflight(display.say)
                 self._evaluate(display.say)
-            while self.step < config.steps and not course.exhausted:
+            while self.step < config.steps and not evaluator.exhausted:
                 result = self.trainer.step(self.step + 1)
                 if result is None:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
@@ -171,15 +171,15 @@ class Run:
                 if self._due(config.output.export_every):
                     self._write_model(export_folder(self.folder, self.step))
                 if config.checkpoint.every and (
-                    self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
+                    self._due(config.checkpoint.every) or self.step == config.steps or evaluator.exhausted
                 ):
                     self._save()
             if note := self.trainer.replay.watch.conclude():
                 display.say(note)
-            if course.exhausted:
+            if evaluator.exhausted:
                 patience = config.evaluation.patience
-                display.say(f"{course.verdict()}; {patience} evaluations have not improved it, so the run ends")
-            if course.is_due(self.step):
+                display.say(f"{evaluator.verdict()}; {patience} evaluations have not improved it, so the run ends")
+            if evaluator.is_due(self.step):
                 self._evaluate(display.say)
         self._conclude()
 
@@ -213,13 +213,13 @@ class Run:
             self._write_model(folder / MODEL)
         if not self.console:
             return
-        self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
+        self.recorder.conclude([*self.evaluator.changes(), *filter(None, [self.evaluator.verdict()])], self.console)
         if config.output.push_to_hub:  # last, since the network may fail
             address = upload(config.output.push_to_hub, uploads(folder))
             self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
     def _write_model(self, folder: Path) -> None:
-        card = self.cards.card(self.step, self.course.latest)
+        card = self.cards.card(self.step, self.evaluator.latest)
         write_model(folder, self.policy, self.inputs.pretrained.tokenizer, card)
 
     def way_on(self) -> str:
@@ -280,11 +280,11 @@ class Run:
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
         """Evaluate on the held-out sets, if there are any, and write the model if it is the best one."""
-        if not self.course.sets:
+        if not self.evaluator.sets:
             return
-        found, sentences = self.course.evaluate(self.step)
+        found, sentences = self.evaluator.evaluate(self.step)
         self.recorder.record("evaluation", found)
         for sentence in (*sentences, *self.rollout_worker.news()):
             say(sentence)
-        if self.course.improved:
+        if self.evaluator.improved:
             self._write_model(self.folder / BEST)

@@ -114,7 +114,7 @@ class Best:
     since: int = 0
 
 
-class Course:
+class Evaluator:
     """Runs the evaluations of a run and keeps their results, the same on every rank.
 
     Args:
