@@ -21,7 +21,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.config.hub import check_upload, upload
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import parse_args
-    from exgrpo.train.run.startup_checks import look
+    from exgrpo.train.run.startup_checks import check_startup
 
 
 def main(argv: list[str]) -> int:
@@ -38,10 +38,10 @@ def main(argv: list[str]) -> int:
 
                     print(f"uploaded to {upload(config.output.push_to_hub, uploads(done))}")
             return
-        early = look(config, resources, resumed=folder is not None)
+        startup = check_startup(config, resources, resumed=folder is not None)
         from exgrpo.train.run.loop import run  # imports torch, transformers and DeepSpeed, so after all cheap checks
 
-        run(config, early, resources, folder)
+        run(config, startup, resources, folder)
 
     return run_program(work, "stopped before the first step: nothing has changed")
 

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
     def work(resources: ExitStack) -> None:
         options = parse_options(argv)
-        look(options)
+        check_startup(options)
         # torch, transformers and DeepSpeed: only for what can be right
         from exgrpo.tools.evaluate.evaluation import run
         from exgrpo.train.common.distributed import start
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     return run_program(work, "stopped: the same command goes on where the evaluation stood")
 
 
-def look(options: Options) -> None:
+def check_startup(options: Options) -> None:
     """Check what needs no model; see `exgrpo.train.run.startup_checks`.
 
     Raises:

@@ -33,7 +33,7 @@ from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.engine import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.plan import plan_run
-from exgrpo.train.run.startup_checks import Early, check_surrogate
+from exgrpo.train.run.startup_checks import StartupResult, check_surrogate
 from exgrpo.train.run.validation import check_best
 from exgrpo.train.trainer import Trainer
 
@@ -47,7 +47,7 @@ class Inputs:
         train_set: training questions.
         held_out: held-out questions, by the name of their set.
         grader: grades answers.
-        counted, notes: as in `Early`.
+        counted, notes: as in `StartupResult`.
     """
 
     pretrained: Pretrained
@@ -58,12 +58,12 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
 
-def read_inputs(config: Config, early: Early) -> Inputs:
+def read_inputs(config: Config, startup: StartupResult) -> Inputs:
     """Find the model and tokenize the questions.
 
     Args:
         config: configuration of the run.
-        early: result of the startup checks.
+        startup: result of the startup checks.
 
     Raises:
         ExgrpoError: the model or its tokenizer cannot be used, or does not fit the questions.
@@ -74,13 +74,13 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
         return joined_questions(data, sources, rows, pretrained.tokenizer, limit=limit, progress=is_first_rank())
 
-    train = tokenised(data.train, early.questions, data.train_limit)
+    train = tokenised(data.train, startup.questions, data.train_limit)
     sets = held_out_sets(config)
-    held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    held_out = {name: tokenised(asked.source, startup.held_out[name], asked.limit) for name, asked in sets.items()}
     for questions in (train, *held_out.values()):
         check_prompts(pretrained, questions)
     check_best(config, held_out)
-    return Inputs(pretrained, train, held_out, early.grader, early.counted, early.notes)
+    return Inputs(pretrained, train, held_out, startup.grader, startup.counted, startup.notes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,7 +29,7 @@ from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, upl
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from exgrpo.train.run.recorder import Recorder
 from exgrpo.train.run.start_experience import Beginning, Encoding, Started, start_experience
-from exgrpo.train.run.startup_checks import Early
+from exgrpo.train.run.startup_checks import StartupResult
 from exgrpo.train.run.validation import Evaluator
 from exgrpo.train.run.weight_check import check_engine
 from exgrpo.train.trainer import StepResult
@@ -37,12 +37,12 @@ from exgrpo.train.trainer import StepResult
 PROBE_QUESTIONS, PROBE_TOKENS = 4, 32
 
 
-def run(config: Config, early: Early, resources: ExitStack, resume: Path | None = None) -> None:
+def run(config: Config, startup: StartupResult, resources: ExitStack, resume: Path | None = None) -> None:
     """Set a run up and train.
 
     Args:
         config: configuration of the run.
-        early: result of the startup checks.
+        startup: result of the startup checks.
         resources: exit stack that closes what the run opens.
         resume: folder of the run to resume; None: a new run.
 
@@ -52,7 +52,7 @@ def run(config: Config, early: Early, resources: ExitStack, resume: Path | None 
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    inputs = read_inputs(config, early)
+    inputs = read_inputs(config, startup)
     world = start(config.distributed.timeout_minutes, config.distributed.threads, _kept(resume))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     this = Run(config, inputs, world, resources, resume=resume)

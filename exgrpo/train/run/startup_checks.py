@@ -41,7 +41,7 @@ from exgrpo.train.run.traces import check_traces
 
 
 @dataclass(frozen=True, eq=False)
-class Early:
+class StartupResult:
     """Questions and grader of a run, from the startup checks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Early:
     notes: tuple[str, ...]
 
 
-def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
+def check_startup(config: Config, resources: ExitStack, *, resumed: bool = False) -> StartupResult:
     """Check everything that needs no model, read the questions and start the grader.
 
     Args:
@@ -98,7 +98,7 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     notes = (train.note, *_held_out_notes(config, train.questions, held_out))
     if is_first_rank():
         check_upload(config.output)  # last, since it creates a repository
-    return Early(train.rows, train.questions, held_out, grader, train.counted, tuple(filter(None, notes)))
+    return StartupResult(train.rows, train.questions, held_out, grader, train.counted, tuple(filter(None, notes)))
 
 
 def columns_taken(grader: Grader, environment: Environment | None, reward: str) -> Columns:

@@ -13,7 +13,7 @@ import pytest
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.step_batch import OF_ROW, OF_TOKEN
 from exgrpo.train.replay import rules
-from exgrpo.train.run import startup_checks as early
+from exgrpo.train.run import startup_checks
 from tests.train.batches import lists, rows_of, sets
 from tests.train.configs import configured
 from tests.train.trainers import K, make, updated
@@ -136,18 +136,18 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
 def test_single_answers_need_stored_advantages(compose):
     config = configured({"experience": {"compose": compose}})
     with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
-        early.check_method(config)
-    early.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
+        startup_checks.check_method(config)
+    startup_checks.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
 
 
 @pytest.mark.parametrize("compose", METHODS)
 def test_only_one_of_refills_and_stored_groups_fills_the_places_of_groups_without_a_gradient(compose):
     values = {"experience": {"compose": compose, "advantage": "stored"}, "rollout": {"refills": 1}}
     if compose not in ("bapo", "in_place", "buffer", "returning", "stale"):
-        early.check_method(configured(values))
+        startup_checks.check_method(configured(values))
         return
     with pytest.raises(ConfigError, match=f"experience.compose {compose} puts stored groups there: leave one of them"):
-        early.check_method(configured(values))
+        startup_checks.check_method(configured(values))
 
 
 @pytest.mark.parametrize("compose", METHODS)
@@ -225,4 +225,4 @@ def test_replayed_groups_are_filled_up_beside_refills():
 def test_a_surrogate_that_does_not_go_with_the_other_options_is_named(objective, message):
     config = configured({"objective": objective, "experience": {"compose": "buffer", "advantage": "stored"}})
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        early.check_surrogate(config)
+        startup_checks.check_surrogate(config)

@@ -14,7 +14,7 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import held_out_sets
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.run import validation as module
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from exgrpo.train.run.validation import Evaluator, check_best
 from exgrpo.train.run.validation_scores import Verdict, score, score_all
 from tests.train.configs import configured
@@ -113,7 +113,7 @@ def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out(tmp_path):
 )
 def test_what_cannot_be_is_refused_before_training(values, message):
     with pytest.raises(ConfigError, match=message):
-        look(configured(values), None)
+        check_startup(configured(values), None)
 
 
 def test_the_example_of_the_documentation_is_a_recipe(tmp_path):

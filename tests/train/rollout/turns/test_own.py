@@ -17,7 +17,7 @@ from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import Conversations
 from exgrpo.train.rollout.turns.environments import find_environment
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.rollout.turns.test_conversations import Ended, ids, read
@@ -76,13 +76,13 @@ def test_the_columns_that_environment_and_reward_take_are_kept(guess, tmp_path):
         "environment": {"function": f"{guess}:game"},
     }
     with ExitStack() as resources:
-        (rows,) = look(configured(values), resources).train
+        (rows,) = check_startup(configured(values), resources).train
     assert [row.columns for row in rows] == [{"tries": 1}, {"tries": 2}]
     needy = guess.read_text().replace("tries=3", "lives")
     guess.write_text(needy)
     message = r"has no column 'lives', which the reward '.*guess\.py:score' or the environment '.*guess\.py:game' takes"
     with ExitStack() as resources, pytest.raises(DataError, match=message):
-        look(configured(values), resources)
+        check_startup(configured(values), resources)
 
 
 @pytest.mark.parametrize(
