@@ -53,7 +53,7 @@ class Sample:
     answers: tuple[SampledAnswer, ...]
 
 
-class Followed:
+class TrackedQuestions:
     """Questions all of whose groups are written from their first sample on.
 
     Args:

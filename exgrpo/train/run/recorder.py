@@ -16,7 +16,7 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
+from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, Writer, read_samples, spread
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
@@ -41,7 +41,7 @@ class Recorder:
         self._trainer, self._folder, self._world = trainer, folder, trainer.rollout_worker.world
         self._output = trainer.config.output
         self._next: dict[str, float] = {}
-        self._followed = Followed(0)
+        self._tracked = TrackedQuestions(0)
         self._log = on_main(self._world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
@@ -52,7 +52,7 @@ class Recorder:
             # Before `RunLog` truncates the file, which shows what was sent to trackers after the checkpoint.
             trackers = open_trackers(self._trainer.config, folder, position["step"] if position else None)
             log = RunLog(folder, trackers, resume=position)
-            self._followed = Followed(self._output.stories, read_samples(folder / SAMPLES))
+            self._tracked = TrackedQuestions(self._output.tracked_questions, read_samples(folder / SAMPLES))
         return log
 
     def position(self) -> dict[str, int] | None:
@@ -79,14 +79,14 @@ class Recorder:
 
     def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
         shown = spread(batch.groups, self._output.sample_groups)
-        for group in self._followed.choose(batch.question.tolist(), shown):
+        for group in self._tracked.choose(batch.question.tolist(), shown):
             log.sample(self._sample(step, batch, group))
 
     def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
         question = self._trainer.questions[batch.question[group]]
         stop = question.stops(self._trainer.config.rollout.stop)
         answers = tuple(self._answer(batch, row, stop) for row in batch.rows_of([group]).tolist())
-        return Sample(step, question.index, question.text, question.gold, question.index in self._followed, answers)
+        return Sample(step, question.index, question.text, question.gold, question.index in self._tracked, answers)
 
     def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
         answer, reward = batch.answer(row), batch.reward.item(row)
