@@ -152,17 +152,17 @@ class Trainer:
         minibatches = self._minibatches(batch)
         taught = [one for one in minibatches if one.teaches]
         trained = np.concatenate([NONE, *(one.rows for one in taught)])
-        told = self.scorer.told(taught, scored)
+        scored_by_update = self.scorer.scored_by_update(taught, scored)
         with clock("score"):
-            scored = self._score_needed(batch, admitted, scored, trained, told)
+            scored = self._score_needed(batch, admitted, scored, trained, scored_by_update)
         correction = correct(batch, trained, self.config.rollout)
-        if not (self.replay.settles or len(told)):
+        if not (self.replay.settles or len(scored_by_update)):
             taken_in = self.replay.take_in(batch, step, admitted)
         self._next = self._begin_next(step + 1)
         with clock("update"):
-            updates = self._update(batch, taught, keep_scores=len(told) > 0)
-        if len(told):
-            scored = self.scorer.by_update(batch, told, scored)
+            updates = self._update(batch, taught, keep_scores=len(scored_by_update) > 0)
+        if len(scored_by_update):
+            scored = self.scorer.take_update_scores(batch, scored_by_update, scored)
             taken_in = self.replay.take_in(batch, step, admitted)
         with clock("rollout"):
             if self._next and self._next.produced:
@@ -233,15 +233,20 @@ class Trainer:
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
 
     def _score_needed(
-        self, batch: StepBatch, admitted: Mask | None, scored: Scored, trained: Ints = NONE, told: Ints = NONE
+        self,
+        batch: StepBatch,
+        admitted: Mask | None,
+        scored: Scored,
+        trained: Ints = NONE,
+        scored_by_update: Ints = NONE,
     ) -> Scored:
-        """Score the fresh rows that the memory or the update needs, but for those that the update will tell.
+        """Score the fresh rows that the memory or the update needs, except those that the update scores.
 
         The memory needs those that it stores, or all (None) where a function of the method reads them.
         """
         stored = batch.fresh if admitted is None else admitted & self.scorer.by_trainer  # the engine knows its own
         needed = np.union1d(np.flatnonzero(stored), trained[batch.fresh[trained]])
-        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, told), scored)
+        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, scored_by_update), scored)
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         """Stored answers are compared at temperature 1 and over the whole vocabulary, however they were sampled."""
