@@ -244,8 +244,8 @@ class Checkpoints:
             except DamagedFileError as error:
                 return None, str(error)
             except PermissionError as error:  # no damage: with the permission fixed, no step is lost
-                told = f"permission denied: {error.filename}; let this user read and write it"
-                raise CheckpointError(told) from error
+                message = f"permission denied: {error.filename}; let this user read and write it"
+                raise CheckpointError(message) from error
             except OSError as error:
                 return None, f"{error.filename} cannot be read or written: {error.strerror}"
 

@@ -93,7 +93,7 @@ def begun_anew(config: Config, folder: Path | str) -> str:
     changes, run = min(((_changes(config, _copy(run)), run) for run in others), key=lambda found: len(found[0]))
     return (
         f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The nearest is {run}, "
-        f"where {_told(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
+        f"where {_short(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
     )
 
 
@@ -135,7 +135,7 @@ def saved_config(run: Path) -> Config:
         return copy
     if differing := _changes(saved, copy):
         raise ConfigError(
-            f"{path} is not what the run was saved with: {_told(differing)}; "
+            f"{path} is not what the run was saved with: {_short(differing)}; "
             "put it right, or remove it: the checkpoint has a copy"
         )
     return saved
@@ -154,7 +154,9 @@ def continued(config: Config, saved: Config) -> Config:
         ConfigError: options differ that may not change; the message names them.
     """
     if differing := _changes(config, saved):
-        raise ConfigError(f"resume: {_told(differing)}; a run goes on as it began: leave these out, or start a new run")
+        raise ConfigError(
+            f"resume: {_short(differing)}; a run goes on as it began: leave these out, or start a new run"
+        )
     rollout = config.rollout.model_copy(update={"engine": saved.rollout.engine})
     old, new = flat(saved), flat(config)
     planned = {key: old[key] for key in PLANNED if new[key] is None}
@@ -170,7 +172,7 @@ def _changes(config: Config, saved: Config) -> list[str]:
     return [f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in differing]
 
 
-def _told(changes: list[str]) -> str:
+def _short(changes: list[str]) -> str:
     more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
     return ", ".join(changes[:SHOWN_CHANGES]) + more
 

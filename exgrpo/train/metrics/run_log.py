@@ -67,8 +67,8 @@ class RunLog:
                 message(tracker)
             except Exception as error:  # a failing service must not end the training
                 self._trackers.remove(tracker)
-                told = "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them"
-                logger.warning(told, tracker.name, shown(error))
+                warning = "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them"
+                logger.warning(warning, tracker.name, shown(error))
 
     def position(self) -> dict[str, int]:
         """Flush the files to disk; returns the latest step and the files' sizes in bytes.

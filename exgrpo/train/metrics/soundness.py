@@ -7,9 +7,9 @@ from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.update import UpdateStats
 
-FIRST_SAID = 4
+FIRST_WARNING = 4
 FAILING_STEPS = 3
-SKIPPED_TOLD, SKIPPED_MOST = 3, 10
+SKIPPED_WARNING, SKIPPED_MOST = 3, 10
 
 
 class IdleSteps:
@@ -26,7 +26,7 @@ class IdleSteps:
             batch: the step's answers; the groups in `trained` count.
         """
         self.in_a_row = self.in_a_row + 1 if idle else 0
-        if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
+        if self.in_a_row < FIRST_WARNING or self.in_a_row & (self.in_a_row - 1):
             return None
         rewards = [set(batch.net_reward[batch.rows_of([group])].tolist()) for group in batch.trained]
         differing = sum(len(of_group) > 1 for of_group in rewards)
@@ -67,14 +67,14 @@ class Soundness:
             applied: for each optimizer step, False if it was skipped.
         """
         self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0
-        told = False
+        warn = False
         for taken in applied:
             self.skipped = 0 if taken else self.skipped + 1
-            told |= self.skipped == SKIPPED_TOLD
-        if not told:
+            warn |= self.skipped == SKIPPED_WARNING
+        if not warn:
             return None
         return (
-            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite. "
+            f"{SKIPPED_WARNING} optimiser steps in a row were skipped, because their gradient is not finite. "
             f"After {SKIPPED_MOST} the run stops"
         )
 

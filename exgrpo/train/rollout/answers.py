@@ -77,8 +77,8 @@ class RolloutWorker:
         self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
-        self._known: set[tuple[str, str]] = set()
-        self._untold: list[str] = []
+        self._reported: set[tuple[str, str]] = set()
+        self._unreported: list[str] = []
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> StepBatch:
         """Sample counts[i] answers to questions[i] and grade them; returns and raises as `join`."""
@@ -173,11 +173,11 @@ class RolloutWorker:
             counts=counts,
         )
         self.tokens += int(np.count_nonzero(batch.own))
-        self._untold += [str(one) for one in counts.failures if one.kind not in self._known]
-        self._known |= {one.kind for one in counts.failures}
+        self._unreported += [str(one) for one in counts.failures if one.kind not in self._reported]
+        self._reported |= {one.kind for one in counts.failures}
         return batch
 
     def news(self) -> list[str]:
         """Return one sentence per kind of reward failure that was not reported before."""
-        untold, self._untold = self._untold, []
-        return untold
+        unreported, self._unreported = self._unreported, []
+        return unreported

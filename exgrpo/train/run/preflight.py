@@ -53,8 +53,8 @@ def preflight(
     right = is_success(batch.reward, config.reward.success)
     wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
     form, hidden = elsewhere(config.reward, wrong, rollout_worker.world)
-    told = [known for known in tell("form", config.reward, given, rollout_worker.world) if known is not None]
-    formed = sum(told) if len(told) == len(given) else None  # None: a reward has no format check
+    checks = [known for known in tell("form", config.reward, given, rollout_worker.world) if known is not None]
+    formed = sum(checks) if len(checks) == len(given) else None  # None: a reward has no format check
     found = f"preflight: of {len(asked)} answers {batch.finished.sum()} are finished"
     if formed is not None:
         found += f", {formed} have the form that the reward needs"

@@ -209,7 +209,7 @@ def _message(content: bytes) -> str:
     """Return the error message in a response, or its beginning."""
     try:
         body = plain.parse_json(content)
-        said = body["error"]["message"] if "error" in body else body["detail"]
+        message = body["error"]["message"] if "error" in body else body["detail"]
     except (ValueError, KeyError, TypeError):
-        said = content[:1000].decode(errors="replace")
-    return cut(" ".join((said if isinstance(said, str) else shown(said)).split()), 300)
+        message = content[:1000].decode(errors="replace")
+    return cut(" ".join((message if isinstance(message, str) else shown(message)).split()), 300)

@@ -59,12 +59,12 @@ class VllmEngine:
         vllm = import_vllm(world.device)
         self._own_seeds = on_gpu
         self._guest = Guest(world.device)
-        told = arguments(settings, world.device)
+        options = arguments(settings, world.device)
         try:
             with self._guest, kept_environment():
-                self._llm = Llm(vllm, settings.source.path, told)
+                self._llm = Llm(vllm, settings.source.path, options)
         except (ValueError, OSError, RuntimeError, AssertionError) as error:
-            raise ConfigError(_explain(error, settings, told["kv_cache_memory_bytes"])) from error
+            raise ConfigError(_explain(error, settings, options["kv_cache_memory_bytes"])) from error
         self._sleep = Sleep(self._llm, settings.rollout.sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
