@@ -119,7 +119,6 @@ class ServerEngine:
         self.world.gather(None)
 
     def counts(self) -> EngineCounts:
-        """Return the counters since the last call."""
         counts, self._counts = self._counts, EngineCounts()
         return counts
 

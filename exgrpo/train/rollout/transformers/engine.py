@@ -80,7 +80,6 @@ class TransformersEngine:
                 yield Finished(i, sample, requests[i].sampling.stop.cut(rollout))
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights."""
         own = dict(self.model.named_parameters())
         for name, weight in weights:
             if name not in own:
@@ -90,12 +89,10 @@ class TransformersEngine:
             raise ValueError(f"weights: nothing came for {', '.join(sorted(own)[:5])} ({len(own)} parameters)")
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Return differing weights as `RolloutEngine.differing`."""
         own = dict(self.model.named_parameters())
         return [name for name, weight in weights if not torch.equal(own[name], weight.to(own[name].device))]
 
     def counts(self) -> EngineCounts:
-        """Return the counters since the last call."""
         prompt_tokens = self._prompt_tokens
         counts = EngineCounts(prompt_tokens, prompt_tokens - self._read_tokens, self._asleep_seconds)
         self._prompt_tokens = self._read_tokens = 0
@@ -150,7 +147,6 @@ class SharedEngine(TransformersEngine):
         """Do nothing: the module has the weights."""
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Return differing weights as `RolloutEngine.differing`."""
         pairs = zip(weights, self._policy.weights(), strict=True)
         return [name for (name, weight), (_, own) in pairs if not torch.equal(own, weight.to(own.device))]
 

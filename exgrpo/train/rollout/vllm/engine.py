@@ -144,7 +144,6 @@ class VllmEngine:
         return names
 
     def counts(self) -> EngineCounts:
-        """Return the counters since the last call."""
         counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._sleep.take_seconds())
         self._prompt_tokens = self._cached_tokens = 0
         return counts
