@@ -171,8 +171,8 @@ def cuda_failure() -> str:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if not done.returncode:
         return ""
-    said = [line.strip() for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-    return next((line for line in said if "error" in line or "fatal" in line), said[-1])
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    return next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
 
 
 def cuda_missing() -> str:

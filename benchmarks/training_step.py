@@ -18,7 +18,7 @@ from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.run.build import read_inputs
 from exgrpo.train.run.loop import Run
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from exgrpo.train.trainer import StepResult
 
 PHASES = ("select", "generate", "grade", "score", "update", "push")
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     out, config = Path(argv[0]), parse_args(argv[1:])
     steps = []
     with ExitStack() as resources:
-        inputs = read_inputs(config, look(config, resources))
+        inputs = read_inputs(config, check_startup(config, resources))
         run = Run(config, inputs, start(config.distributed.timeout_minutes, len(os.sched_getaffinity(0))), resources)
         for step in range(1, config.steps + 1):
             begin = time.perf_counter()

@@ -110,14 +110,14 @@ def _compared(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
     try:
         exact, plain = (fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
     except Exception as error:
-        backend_choice.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_told(error)}")
+        backend_choice.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_text(error)}")
         return ""
     try:
         ours = fetched(trial.outcomes(load(name)))
     except torch.OutOfMemoryError:
         return ""  # no fault of the backend: the call itself will say so
     except Exception as error:
-        return f"it raised {_told(error)}"
+        return f"it raised {_text(error)}"
     return difference(ours, plain, exact, trial.operand)
 
 
@@ -158,7 +158,7 @@ def _roundings(result: str, operand: torch.dtype) -> float:
     return allowed
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

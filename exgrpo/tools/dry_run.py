@@ -9,7 +9,7 @@ from exgrpo.train.checkpoint.resume import AUTO, begun_anew
 from exgrpo.train.common.errors import ModelError
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import to_yaml
-from exgrpo.train.run.startup_checks import Early
+from exgrpo.train.run.startup_checks import StartupResult
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,14 +28,14 @@ def machine(words: str) -> tuple[str, int | None]:
 
 
 def lines(
-    config: Config, early: Early, resumed: Path | None, processes: int, gpu: str | None
+    config: Config, startup: StartupResult, resumed: Path | None, processes: int, gpu: str | None
 ) -> "Iterator[str | Table]":
     """Yield the parts of a dry run, for printing; raise ModelError or ConfigError for a wrong model configuration.
 
     `resumed` is the folder of the run that would be resumed, None for a new run; `gpu` a key of `GPUS`, None for this
     machine.
     """
-    yield "\n".join((to_yaml(config), *plan(config, early, resumed, processes), ""))
+    yield "\n".join((to_yaml(config), *plan(config, startup, resumed, processes), ""))
     # transformers and DeepSpeed take seconds to import
     from exgrpo.tools.costs import costs
     from exgrpo.train.policy.shape import shape_of
@@ -50,10 +50,10 @@ def lines(
         yield from costs(config, shape, processes, None if gpu is None else GPUS[gpu])
 
 
-def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> list[str]:
+def plan(config: Config, startup: StartupResult, resumed: Path | None, processes: int) -> list[str]:
     """Return the plan of a run as sentences."""
-    rows = sum(map(len, early.questions))
-    held_out = {name: sum(map(len, sources)) for name, sources in early.held_out.items()}
+    rows = sum(map(len, startup.questions))
+    held_out = {name: sum(map(len, sources)) for name, sources in startup.held_out.items()}
     sets = ", ".join(f"{name} ({count})" for name, count in held_out.items()) or "none"
     samples, every = config.rollout.samples, config.evaluation.every
     folder = resumed or config.output.folder / (config.output.name or "DATE_TIME")
@@ -64,14 +64,14 @@ def plan(config: Config, early: Early, resumed: Path | None, processes: int) -> 
     return [
         f"{processes} {train} {config.policy.path} in {config.policy.dtype} for {config.steps} steps.",
         f"A step has {config.questions} questions with {samples} answers each, {config.questions * samples} in all; "
-        f"there are {early.counted}{rows} questions, before over-long ones are left out.",
+        f"there are {startup.counted}{rows} questions, before over-long ones are left out.",
         f"Up to {config.experience.ratio:.0%} of a step's questions are replayed ones, once "
         f"{config.experience.start_pass_rate:.0%} of the answers of a step were right."
         if config.experience.ratio
         else "Nothing is replayed.",
         f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
         f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
-        *early.notes,
+        *startup.notes,
         *anew,
         "Nothing was started: this is a dry run.",
     ]

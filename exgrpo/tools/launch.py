@@ -30,7 +30,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.config.command_line import one_line
     from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.main import configure
-    from exgrpo.train.run.startup_checks import look
+    from exgrpo.train.run.startup_checks import check_startup
 
 PROGRAM = "exgrpo train"
 MAIN = Path(__file__).parents[1] / "train" / "main.py"
@@ -98,7 +98,7 @@ def prepared(options: LaunchOptions, rest: list[str]) -> list[str]:
     """
     config, folder = configure(rest)
     with ExitStack() as resources:  # report errors once, not at each restart
-        look(config, resources, resumed=folder is not None)
+        check_startup(config, resources, resumed=folder is not None)
     if not options.restarts or (config.resume and config.resume != AUTO):
         return rest
     if config.output.name is None:
@@ -115,9 +115,9 @@ def _show(options: LaunchOptions, rest: list[str]) -> int:
     config, folder = configure(rest)
     console = Console()
     with ExitStack() as resources:
-        early = look(config, resources, resumed=folder is not None)
+        startup = check_startup(config, resources, resumed=folder is not None)
         processes = count or options.processes
-        for line in lines(config, early, folder, processes, gpu):
+        for line in lines(config, startup, folder, processes, gpu):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 

@@ -119,7 +119,7 @@ def _options(own: argparse.Namespace, source: ModelSource, *, on_cpu: bool) -> d
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",  # of the sampled distribution, at its temperature
         "--weight-transfer-config": json.dumps({"backend": GLOO if on_cpu else PACKED_NCCL}),
-        "--worker-extension-cls": "exgrpo.train.rollout.server.worker.RolloutWorker",
+        "--worker-extension-cls": "exgrpo.train.rollout.server.worker.WorkerExtension",
         "--middleware": "exgrpo.train.rollout.server.guard.Guard",
     }
     if own.max_tokens is not None:

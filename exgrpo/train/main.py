@@ -1,12 +1,12 @@
 """Train a reasoning model by ExGRPO: `deepspeed exgrpo/train/main.py [--recipe FILE] [--section.field VALUE ...]`.
 
-The command line and all cheap checks come first, then what takes seconds to import.
+The command line and all cheap checks come first, then the imports that take seconds.
 """
 
 import sys
 
 if __name__ == "__main__":
-    # This file's folder comes first on the path of a script; its modules must not pass for top-level packages.
+    # A script's own folder is first on sys.path; modules in it must not be importable as top-level packages.
     sys.path.pop(0)
 
 from contextlib import ExitStack
@@ -21,33 +21,33 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.config.hub import check_upload, upload
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import parse_args
-    from exgrpo.train.run.startup_checks import look
+    from exgrpo.train.run.startup_checks import check_startup
 
 
 def main(argv: list[str]) -> int:
-    """Run the program; returns its exit status."""
+    """Run the program and return its exit status."""
 
     def work(resources: ExitStack) -> None:
         config, folder = configure(argv)
-        if done := finished(config):  # as where a process was lost in the last moment, and all were started again
+        if done := finished(config):  # a launcher may restart all processes after one was lost at the very end
             if is_first_rank():
                 print(f"{done} is finished: nothing is left to do")
-                if config.output.push_to_hub:  # it may have been the upload that failed
+                if config.output.push_to_hub:  # the upload may be what failed
                     check_upload(config.output)
                     from exgrpo.train.run.model_folder import uploads
 
                     print(f"uploaded to {upload(config.output.push_to_hub, uploads(done))}")
             return
-        early = look(config, resources, resumed=folder is not None)
-        from exgrpo.train.run.loop import run  # torch, transformers and DeepSpeed: only for what can be right
+        startup = check_startup(config, resources, resumed=folder is not None)
+        from exgrpo.train.run.loop import run  # imports torch, transformers and DeepSpeed, so after all cheap checks
 
-        run(config, early, resources, folder)
+        run(config, startup, resources, folder)
 
     return run_program(work, "stopped before the first step: nothing has changed")
 
 
 def configure(argv: list[str]) -> tuple[Config, Path | None]:
-    """The configuration, and the folder of the run that goes on with it (None: a new one)."""
+    """Return the configuration and the folder of the run to resume; None: a new run."""
     config = parse_args(argv)
     folder = locate(config)
     if folder is not None:

@@ -34,7 +34,7 @@ from exgrpo.train.replay import (
     replay_metrics,
 )
 from exgrpo.train.replay.replayed import Weigher
-from exgrpo.train.rollout.answers import Answerer, Produced
+from exgrpo.train.rollout.answers import Produced, RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 
@@ -76,7 +76,7 @@ class Trainer:
         config: the run.
         questions: what to train on.
         policy: the model and its optimiser.
-        answerer: generates and grades.
+        rollout_worker: generates and grades.
         reference: what a divergence refers to, if the objective has one.
     """
 
@@ -85,7 +85,7 @@ class Trainer:
         config: Config,
         questions: QuestionSet,
         policy: Policy,
-        answerer: Answerer,
+        rollout_worker: RolloutWorker,
         reference: Reference | None = None,
     ) -> None:
         self.config = config
@@ -93,12 +93,12 @@ class Trainer:
         weights = config.data.train_weights
         self.policy = policy
         self.reference = reference
-        self.answerer = answerer
+        self.rollout_worker = rollout_worker
         self.sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
-            log_prob=config.rollout.behaviour == "engine" or answerer.engine.free_log_prob,
-            stop=Stops(config.rollout.stop, answerer.decode),
+            log_prob=config.rollout.behaviour == "engine" or rollout_worker.engine.free_log_prob,
+            stop=Stops(config.rollout.stop, rollout_worker.decode),
             **config.rollout.cut,
         )
         setting = Setting(
@@ -152,23 +152,23 @@ class Trainer:
         minibatches = self._minibatches(batch)
         taught = [one for one in minibatches if one.teaches]
         trained = np.concatenate([NONE, *(one.rows for one in taught)])
-        told = self.scorer.told(taught, scored)
+        scored_by_update = self.scorer.scored_by_update(taught, scored)
         with clock("score"):
-            scored = self._score_needed(batch, admitted, scored, trained, told)
+            scored = self._score_needed(batch, admitted, scored, trained, scored_by_update)
         correction = correct(batch, trained, self.config.rollout)
-        if not (self.replay.settles or len(told)):
+        if not (self.replay.settles or len(scored_by_update)):
             taken_in = self.replay.take_in(batch, step, admitted)
         self._next = self._begin_next(step + 1)
         with clock("update"):
-            updates = self._update(batch, taught, keep_scores=len(told) > 0)
-        if len(told):
-            scored = self.scorer.by_update(batch, told, scored)
+            updates = self._update(batch, taught, keep_scores=len(scored_by_update) > 0)
+        if len(scored_by_update):
+            scored = self.scorer.take_update_scores(batch, scored_by_update, scored)
             taken_in = self.replay.take_in(batch, step, admitted)
         with clock("rollout"):
             if self._next and self._next.produced:
                 self._next.produced.exception()  # the engine takes no weights while it generates
         with clock("push"):
-            self.answerer.engine.push_weights(self.policy.weights())
+            self.rollout_worker.engine.push_weights(self.policy.weights())
         self.generated_tokens += int(batch.written[batch.fresh].sum())
         generated, score = together(batch, np.flatnonzero(batch.fresh)), [*scored.read, *together(batch, compared)]
         update = [reading for one in taught for reading in together(batch, one.rows)]
@@ -205,7 +205,7 @@ class Trainer:
 
     def _graded(self, produced: Produced, step: int) -> StepBatch:
         """The answers of all ranks, with what the step says of them."""
-        batch, rollout = self.answerer.join(produced), self.config.rollout
+        batch, rollout = self.rollout_worker.join(produced), self.config.rollout
         penalty = [overlong_penalty(n, rollout.max_tokens, self.config.objective) for n in batch.length.tolist()]
         of_rows = {"step": step, "behaviour": BEHAVIOURS.index(rollout.behaviour)}
         batch.fill(penalty=penalty, **{name: np.full(len(batch), value) for name, value in of_rows.items()})
@@ -233,15 +233,20 @@ class Trainer:
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
 
     def _score_needed(
-        self, batch: StepBatch, admitted: Mask | None, scored: Scored, trained: Ints = NONE, told: Ints = NONE
+        self,
+        batch: StepBatch,
+        admitted: Mask | None,
+        scored: Scored,
+        trained: Ints = NONE,
+        scored_by_update: Ints = NONE,
     ) -> Scored:
-        """Score the fresh rows that the memory or the update needs, but for those that the update will tell.
+        """Score the fresh rows that the memory or the update needs, except those that the update scores.
 
         The memory needs those that it stores, or all (None) where a function of the method reads them.
         """
         stored = batch.fresh if admitted is None else admitted & self.scorer.by_trainer  # the engine knows its own
         needed = np.union1d(np.flatnonzero(stored), trained[batch.fresh[trained]])
-        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, told), scored)
+        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, scored_by_update), scored)
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         """Stored answers are compared at temperature 1 and over the whole vocabulary, however they were sampled."""
@@ -258,7 +263,7 @@ class Trainer:
 
     def _produce(self, groups: Sequence[PlannedGroup], step: int) -> Produced:
         """The fresh answers of some groups."""
-        return self.answerer.produce(
+        return self.rollout_worker.produce(
             [self.questions[group.question] for group in groups],
             [group.fresh for group in groups],
             self.sampling,

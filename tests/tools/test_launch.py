@@ -180,7 +180,7 @@ def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, c
 
 
 def test_what_may_start_again_has_a_name_and_goes_on_by_itself(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "look", lambda *_, **__: None)
+    monkeypatch.setattr(module, "check_startup", lambda *_, **__: None)
     folder = f"--output.folder={tmp_path}"
     assert prepared(LaunchOptions(), [folder]) == [folder]
     assert prepared(LaunchOptions(restarts=1), [folder, "--output.name=a"]) == [
@@ -218,7 +218,7 @@ def test_only_a_run_that_has_never_been_saved_is_begun_anew(tmp_path, holds, uns
 
 
 def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(program, "look", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(program, "check_startup", lambda *_, **__: pytest.fail("begun"))
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)
     (tmp_path / "mine").mkdir()
     options = [f"--output.folder={tmp_path}", "--output.name=mine", "--resume=auto", "--steps=7"]

@@ -15,7 +15,7 @@ from exgrpo.train.policy.update import BINS, UpdateStats
 from exgrpo.train.replay.contract import Term
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Finished, Request
 from tests.train.batches import sets
 
@@ -155,5 +155,5 @@ def question_set(count: int) -> QuestionSet:
     return QuestionSet(questions)
 
 
-def answerer(engine: ScriptedEngine) -> Answerer:
-    return Answerer(engine, ScriptedGrader(), lambda ids: " ".join(map(str, ids)), LoneWorld())
+def rollout_worker(engine: ScriptedEngine) -> RolloutWorker:
+    return RolloutWorker(engine, ScriptedGrader(), lambda ids: " ".join(map(str, ids)), LoneWorld())

@@ -14,7 +14,7 @@ from tests.train.trainers import K, half, make, updated
 def test_replayed_groups_get_one_fresh_answer_less_and_no_question_comes_twice():
     trainer = make(half(20))
     first, second = trainer.step(1), trainer.step(2)
-    calls = trainer.answerer.engine.calls
+    calls = trainer.rollout_worker.engine.calls
     assert sorted(calls[0].values()) == [K] * 6
     assert sorted(calls[1].values()) == [K - 1] * 3 + [K] * 3
     assert first.metrics["replayed"] == 0
@@ -125,7 +125,7 @@ AHEAD = {"rollout": {"behaviour": "engine", "ahead": True, "servers": ["http://u
 
 def test_ahead_the_next_answers_come_from_the_policy_before_the_update():
     trainer = make(half(20), **AHEAD)
-    engine, seen = trainer.answerer.engine, []
+    engine, seen = trainer.rollout_worker.engine, []
     generate = engine.generate
 
     def watched(*arguments):
@@ -244,7 +244,7 @@ def test_training_on_one_band_masks_the_other_groups(band, normalize):
         objective = {"train_on": band, "normalize": normalize}
         trainer = make(skill, questions=10, experience={"ratio": 0.0}, objective=objective)
         trainer.step(1)
-        assert sum(map(len, trainer.answerer.engine.calls)) == 10, "all of them are generated"
+        assert sum(map(len, trainer.rollout_worker.engine.calls)) == 10, "all of them are generated"
         return [minibatch for minibatch, _ in trainer.policy.updates]
 
     def in_the_band(minibatch) -> list:
@@ -278,7 +278,7 @@ def test_a_band_counts_the_fresh_rows_of_mixed_groups():
 def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean():
     trainer = make(half(20), experience={"bucket_by": "reward_deviation", "start_pass_rate": 0.3})
     # Never a full reward: the third token in hundredths.
-    trainer.answerer.grader = ScriptedGrader(lambda text: int(text.split()[2]) / 100)
+    trainer.rollout_worker.grader = ScriptedGrader(lambda text: int(text.split()[2]) / 100)
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == 0
     assert first.metrics["reward"] > 0.3
@@ -304,7 +304,7 @@ def peak(top: float):
 @pytest.mark.parametrize(("success", "counts"), [(0.9, True), (1.0, False)])
 def test_a_success_is_what_the_configuration_says(success, counts):
     trainer = make({**half(10), 3: 1.0}, reward={"success": success}, questions=10, experience={"start_pass_rate": 0.3})
-    trainer.answerer.grader = peak(0.9)
+    trainer.rollout_worker.grader = peak(0.9)
     first = trainer.step(1)
     assert first.metrics["pass_rate"] == (0.55 if counts else 0)
     assert trainer.replay.open == counts
@@ -312,7 +312,7 @@ def test_a_success_is_what_the_configuration_says(success, counts):
     trainer.step(2)
     assert trainer.replay.memory.trajectory_count == (18 if counts else 0)
     masked = make(half(10), reward={"success": success}, questions=10, objective={"train_on": "medium"})
-    masked.answerer.grader = peak(0.9)
+    masked.rollout_worker.grader = peak(0.9)
     masked.step(1)
     assert any(len(minibatch.batch) for minibatch, _ in masked.policy.updates) == counts
 
@@ -320,7 +320,7 @@ def test_a_success_is_what_the_configuration_says(success, counts):
 def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resume():
     def begin():
         trainer = make(half(80), questions=40)
-        trainer.answerer.grader = peak(0.9)
+        trainer.rollout_worker.grader = peak(0.9)
         return trainer
 
     trainer = begin()
@@ -340,7 +340,7 @@ def test_it_is_said_once_that_no_reward_is_a_success_and_not_again_after_a_resum
 def test_the_engine_wakes_generates_sleeps_and_then_takes_the_new_weights():
     trainer = make(half(20))
     trainer.step(1)
-    assert list(trainer.answerer.engine.log) == ["wake", "generate", "sleep", "push"]
+    assert list(trainer.rollout_worker.engine.log) == ["wake", "generate", "sleep", "push"]
 
 
 def test_the_same_seed_takes_the_same_decisions():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from exgrpo.train.trainer import Trainer
 from tests.train.batches import rows_of
 from tests.train.configs import configured
-from tests.train.fakes import RecordingPolicy, ScriptedEngine, answerer, question_set
+from tests.train.fakes import RecordingPolicy, ScriptedEngine, question_set, rollout_worker
 
 K = 4
 
@@ -21,7 +21,7 @@ def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) ->
     engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
     config = configured(values, sections)
     policy = RecordingPolicy(config.rollout.temperature)
-    return Trainer(config, question_set(len(skill)), policy, answerer(engine))
+    return Trainer(config, question_set(len(skill)), policy, rollout_worker(engine))
 
 
 def half(count: int) -> dict[int, float]:

@@ -37,7 +37,7 @@ from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, check_prompts, loa
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, Sampling
 from exgrpo.train.rollout.registry import choose_engine, open_engine
 from exgrpo.train.rollout.stops import Stops
@@ -213,7 +213,7 @@ def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[
         engine.push_weights(WholeWeights(adapted))
         del adapted
     conversations = conversations_of(options.environment, pretrained)
-    answerer = Answerer(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
+    rollout_worker = RolloutWorker(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")
@@ -229,8 +229,8 @@ def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[
     for number in track(left, "evaluating", console=console):
         asked = questions[chunks[number]]
         seed = derive_seed(options.seed, "evaluation", number)
-        batch = answerer.answer(asked, counts[chunks[number]], sampling, seed)
-        for note in answerer.news():
+        batch = rollout_worker.answer(asked, counts[chunks[number]], sampling, seed)
+        for note in rollout_worker.news():
             console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
         if batch.counts.failed_fraction > options.reward.max_failed:
             raise HaltError(

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
     def work(resources: ExitStack) -> None:
         options = parse_options(argv)
-        look(options)
+        check_startup(options)
         # torch, transformers and DeepSpeed take seconds to import: check the options first
         from exgrpo.tools.evaluate.evaluation import run
         from exgrpo.train.common.distributed import start
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     return run_program(work, "stopped: the same command resumes the evaluation")
 
 
-def look(options: EvaluationOptions) -> None:
+def check_startup(options: EvaluationOptions) -> None:
     """Run the startup checks that need no model; raise an ExgrpoError for the first that fails."""
     data = options.data
     PromptFormat.of(data).check_settings()

@@ -1,1 +1,1 @@
-"""What an interrupted run goes on from, exactly."""
+"""Checkpoints, and resuming a run exactly."""

@@ -1,14 +1,13 @@
 """Checkpoints that survive a kill at any moment and a damaged disk.
 
-    RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
-        manifest.json                  what the checkpoint is, and a checksum of everything, itself included
-        policy/                        weights and states of the optimiser, by rank
+    RUN/checkpoints/step_00000020/     one checkpoint; it has this name only once it is complete
+        manifest.json                  metadata, and checksums of all files and of its own content
+        policy/                        weights and optimizer states, by rank
     RUN/experience/                    buffer segments and state arrays, each named by its checksum
 
-Everything is written and flushed to disk under another name first; renaming the folder is the last act. To delete it
-begins with another name likewise, and what a kill leaves under such a name goes with the next load. A save believes
-the sizes of what is there already; a load believes nothing: it computes every checksum, each rank a share of them, and
-where one is wrong, all ranks take the checkpoint before.
+A checkpoint is written and flushed to disk under another name; renaming the folder is the last step. Deletion renames
+the folder first, and the next load removes what a kill left under such names. A save checks only the sizes of existing
+files. A load verifies every checksum, each rank a share of them; if one is wrong, all ranks use the checkpoint before.
 """
 
 import logging
@@ -46,13 +45,13 @@ T = TypeVar("T")
 
 
 class Resumable(Protocol):
-    """A trainer: its state, and the way back to it."""
+    """A trainer whose state can be saved and restored."""
 
     def state(self) -> ReplayState:
-        """Everything that it needs to go on exactly where it was, besides the policy."""
+        """Return everything, besides the policy, that is needed to continue exactly."""
 
     def restore(self, state: ReplayState) -> None:
-        """Go on from a state of a trainer with the same configuration and questions."""
+        """Restore the state of a trainer with the same configuration and questions."""
 
 
 class Checkpoints:
@@ -60,11 +59,11 @@ class Checkpoints:
 
     Args:
         run: the run's folder.
-        world: its processes; all of them must call every method.
-        fingerprint: of the training questions: another data set cannot be continued on.
-        config: the configuration, plain values; every checkpoint keeps a copy.
-        keep: how many checkpoints stay; older ones are deleted after a newer one is complete.
-        tokens: folder for the tokens of the experience that is loaded; None: they are in RAM.
+        world: the ranks; every method is a collective call.
+        fingerprint: hash of the training questions; a run cannot continue on others.
+        config: the configuration as plain values; every checkpoint has a copy.
+        keep: number of checkpoints to keep; older ones are deleted once a newer one is complete.
+        tokens: folder for the tokens of loaded experience; None: they are in RAM.
 
     Raises:
         CheckpointError: the run's folder cannot be written.
@@ -93,19 +92,19 @@ class Checkpoints:
 
         Args:
             step: the last finished training step.
-            policy: its weights, optimiser and schedule are saved.
+            policy: saved with weights, optimizer and schedule.
             trainer: its state is saved.
             progress: plain values of the caller, returned by `load`.
 
         Raises:
-            CheckpointError: it could not be written; the checkpoints before it are intact.
+            CheckpointError: it cannot be written; earlier checkpoints are intact.
         """
         final = self.run / FOLDER / folder_name(step)
         work = final.with_suffix(UNFINISHED)
         self._write_on_main(step, lambda: self._clear(work, policy.checkpoint_bytes))
         self._write(step, lambda: policy.save_checkpoint(work / POLICY))
         listings = self.world.gather(self._write(step, lambda: _files(work)))
-        names = sorted(set().union(*listings))  # a network file system may not show all of them everywhere yet
+        names = sorted(set().union(*listings))  # on a network file system, ranks may not see all files yet
         mine = [name for _, name in self.world.split(names)]
         shares = self.world.gather(self._write(step, lambda: _flush_and_hash(work, mine)))
         files = {name: share[name] for name in names for share in shares if name in share}
@@ -123,7 +122,7 @@ class Checkpoints:
     def _manifest(
         self, step: int, files: dict[str, SavedFile], state: ReplayState, progress: dict[str, Any]
     ) -> Manifest:
-        """Write the experience and say what belongs to the checkpoint."""
+        """Write the experience and return the manifest."""
         index = self.store.save(state.trajectories)
         arrays = write_checked(self.store.folder, {**state.arrays, **index})
         return Manifest(
@@ -147,19 +146,19 @@ class Checkpoints:
         self._rotate()
 
     def _rotate(self) -> None:
-        """Delete what a load has set aside, and what is older than the newest complete checkpoints."""
+        """Delete damaged checkpoints that a load has renamed, and those older than the newest `keep` complete ones."""
         for aside in (self.run / FOLDER).glob(f"*{DAMAGED}"):
             shutil.rmtree(aside)
         kept = find(self.run)[: self.keep]
         if len(kept) < self.keep:
-            return  # one that cannot be read now may be sound: nothing of it is deleted before others take its place
+            return  # an unreadable checkpoint may be sound: keep everything until enough others are complete
         for folder in folders(self.run):
             if folder.name < kept[-1].folder.name:
                 self._delete(folder)
         self.store.remove_unused({name for found in kept for name in found.manifest.experience})
 
     def _delete(self, folder: Path) -> None:
-        """Delete a checkpoint: at whatever moment power fails, it is whole or has another name."""
+        """Delete a checkpoint so that, whenever power fails, it is complete or has another name."""
         deleted = folder.with_suffix(DELETED)
         shutil.rmtree(deleted, ignore_errors=True)
         folder.replace(deleted)
@@ -167,16 +166,16 @@ class Checkpoints:
         shutil.rmtree(deleted)
 
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
-        """Continue from the newest checkpoint whose files are sound.
+        """Restore the newest sound checkpoint.
 
-        Damaged ones are named in a warning and set aside under another name until the next checkpoint is complete.
+        Damaged ones are renamed, with a warning, and kept until the next checkpoint is complete.
 
         Returns:
-            its step and the caller's values.
+            its step, and the caller's `progress`.
 
         Raises:
             CheckpointError: there is none, or the newest sound one belongs to other data, another model or another
-                version of this package, or may not be read.
+                version of this package, or reading it is not permitted.
         """
         found, state, problems = self._newest_sound()
         on_main(self.world, lambda: self._set_damage_aside(found, problems))
@@ -185,7 +184,7 @@ class Checkpoints:
         return found.step, found.manifest.progress
 
     def _newest_sound(self) -> tuple[Checkpoint, ReplayState, dict[Path, str]]:
-        """The newest checkpoint without damage, and what is wrong with those after it."""
+        """Return the newest sound checkpoint with its state, and the problems of later ones by folder."""
         problems: dict[Path, str] = {}
         for folder in self.world.gather(on_main(self.world, self._folders))[0] or []:
             try:
@@ -203,7 +202,7 @@ class Checkpoints:
             return folders(self.run)
 
     def _open(self, folder: Path) -> tuple[Checkpoint, ReplayState]:
-        """A checkpoint of which everything is verified."""
+        """Read a checkpoint and verify all of its files."""
         found = self._read(lambda: inspect(folder))
         if found.manifest.fingerprint != self.fingerprint:
             raise CheckpointError(f"{folder} belongs to other training questions than the configuration names")
@@ -220,23 +219,23 @@ class Checkpoints:
         return ReplayState(manifest.values, arrays, self.store.load(arrays))
 
     def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
-        with os_errors_as(CheckpointError, f"{self.run} cannot be put right"):
+        with os_errors_as(CheckpointError, f"{self.run} cannot be repaired"):
             for folder, problem in problems.items():
-                # Under its name it would take the place of a sound one when old checkpoints are deleted.
+                # Under its own name it would count as one of the checkpoints to keep.
                 aside = folder.with_name(folder.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.replace(aside)
                 logger.warning("%s; going on with %s; %s is the damaged checkpoint now", problem, found.folder, aside)
-            for folder in (self.run / FOLDER).iterdir():  # what a save or a deletion has left that was killed
+            for folder in (self.run / FOLDER).iterdir():  # remains of saves and deletions that were killed
                 if folder.suffix in (UNFINISHED, DELETED):
                     shutil.rmtree(folder)
 
     def _read(self, action: Callable[[], T]) -> T:
-        """What reading gives on this rank; all ranks call it together.
+        """Run a reading action on every rank; returns this rank's result.
 
         Raises:
-            CheckpointError: on every rank, where one meets what is an error and no damage.
-            DamagedFileError: on every rank, where one finds damage; it names what all of them found.
+            CheckpointError: on every rank, if one gets an error that is no damage.
+            DamagedFileError: on every rank, if one finds damage; the message has the damage found by all ranks.
         """
 
         def attempt() -> tuple[T | None, str]:
@@ -244,9 +243,9 @@ class Checkpoints:
                 return action(), ""
             except DamagedFileError as error:
                 return None, str(error)
-            except PermissionError as error:  # no damage: a person can mend that, and no step is lost
-                told = f"permission denied: {error.filename}; let this user read and write it"
-                raise CheckpointError(told) from error
+            except PermissionError as error:  # no damage: with the permission fixed, no step is lost
+                message = f"permission denied: {error.filename}; let this user read and write it"
+                raise CheckpointError(message) from error
             except OSError as error:
                 return None, f"{error.filename} cannot be read or written: {error.strerror}"
 
@@ -259,7 +258,7 @@ class Checkpoints:
         self._write(step, action if self.world.is_main else lambda: None)
 
     def _write(self, step: int, action: Callable[[], T]) -> T:
-        """What writing gives on this rank; where it fails on any rank, all raise the CheckpointError of the step."""
+        """Run a writing action on every rank; if it fails on one, all raise the CheckpointError of the step."""
 
         def attempt() -> T:
             try:
@@ -280,7 +279,7 @@ def _files(folder: Path) -> set[str]:
 
 
 def _flush_and_hash(folder: Path, names: list[str]) -> dict[str, SavedFile]:
-    """Force files to disk and say what they hold."""
+    """Flush files to disk and return their sizes and checksums."""
     files = {}
     for path in (folder / name for name in names):
         flush_file(path)

@@ -1,6 +1,6 @@
-"""Which checkpoints a run has, what each says of itself, and what is wrong with some of them at first sight.
+"""List the checkpoints of a run, and read and check their manifests.
 
-A checkpoint's manifest is a JSON file that carries the checksums of its files and of its own content.
+A manifest is a JSON file with the checksums of the checkpoint's files and of its own content.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from exgrpo.train.common.errors import CheckpointError
 
 FOLDER, EXPERIENCE = "checkpoints", "experience"
 UNFINISHED, DELETED, DAMAGED = ".unfinished", ".deleted", ".damaged"
-"""End the names of folders that are no checkpoints yet, none any more, and of such as were set aside."""
+"""Suffixes of folders that are being written, being deleted, or were found to be damaged."""
 MANIFEST = "manifest.json"
 FORMAT = 5
-"""Version of the format; those before it were never released."""
+"""Version of the format; earlier ones were never released."""
 
 
 class _Strict(BaseModel):
@@ -30,44 +30,47 @@ class _Strict(BaseModel):
 
 
 class SavedFile(_Strict):
-    """A file of a checkpoint: its size in bytes and the SHA-256 of its content."""
+    """Size in bytes and SHA-256 of a checkpoint's file."""
 
     size: NonNegativeInt
     sha256: str
 
 
 class Manifest(_Strict):
-    """Everything about a checkpoint but the content of its files."""
+    """Metadata of a checkpoint.
+
+    Attributes:
+        step: last training step in it.
+        fingerprint: hash of the training questions.
+        config: configuration of the run, plain values.
+        files: sizes and checksums by path in the checkpoint's folder.
+        arrays: name of the experience file with the trainer's arrays and the index of its trajectories.
+        experience: size in bytes of each needed experience file, by name, which is its checksum.
+        values: the trainer's plain values.
+        progress: the caller's plain values.
+    """
 
     step: NonNegativeInt
-    """The last training step that is in it."""
     fingerprint: str
-    """Of the training questions."""
     config: dict[str, Any]
-    """The configuration of the run, plain values."""
     files: dict[str, SavedFile]
-    """By path in the checkpoint's folder."""
     arrays: str
-    """The experience file with the trainer's arrays and the index of its trajectories."""
     experience: dict[str, NonNegativeInt]
-    """Size in bytes of each experience file that is needed, by name (the name is the checksum of the content)."""
     values: dict[str, Any]
-    """The trainer's plain values."""
     progress: dict[str, Any]
-    """The caller's plain values."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest with its format and its checksum."""
+    """Write a manifest with the format's version and its checksum."""
     content = {"format": FORMAT, **manifest.model_dump()}
     write_whole(folder / MANIFEST, json.dumps({"sha256": _checksum(content), **content}).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what `write_manifest` wrote.
+    """Read a manifest.
 
     Raises:
-        DamagedFileError: it is missing, or its content is not what was written.
+        DamagedFileError: it is missing, or its checksum is wrong.
         CheckpointError: another version of this package wrote it.
         OSError: it cannot be read.
     """
@@ -80,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError):
         text, content = "", None
     checksum = content.pop("sha256", None) if isinstance(content, dict) else None
-    # To the byte: a number or a character may have another spelling, of the same checksum.
+    # Compare the bytes, too: other spellings of a number or a character have the same checksum.
     if checksum != _checksum(content) or json.dumps({"sha256": checksum, **content}) != text:
         raise DamagedFileError(f"{path} is damaged: its content is not what was written")
     version = content.pop("format", None)
@@ -93,30 +96,30 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checksum(content: Any) -> str:
-    """Of the JSON text, which reading and writing again does not change."""
+    # JSON text that json.dumps wrote stays the same when it is parsed and dumped again.
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint and what its manifest says."""
+    """A complete checkpoint with its manifest."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def step(self) -> int:
-        """The last training step that is in it."""
+        """Last training step in it."""
         return self.manifest.step
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint of a step."""
+    """Return the name of a step's checkpoint folder."""
     return f"step_{step:08d}"
 
 
 def folders(run: Path) -> list[Path]:
-    """The folders that pass for checkpoints of a run, newest first.
+    """List the folders with names of checkpoints, newest first.
 
     Raises:
         OSError: they cannot be listed.
@@ -127,16 +130,16 @@ def folders(run: Path) -> list[Path]:
 
 
 def inspect(folder: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare the sizes of its files, which takes no time.
+    """Read a checkpoint's manifest and check the sizes of its files, but not their checksums.
 
     Raises:
-        DamagedFileError: it is not complete, or its manifest is damaged.
+        DamagedFileError: a file is missing or has another size, or the manifest is damaged.
         CheckpointError: another version of this package wrote it.
         OSError: it cannot be read.
     """
     manifest = read_manifest(folder)
     if folder.name != folder_name(manifest.step):
-        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it is that of step {manifest.step}")
+        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it belongs to step {manifest.step}")
     experience = folder.parents[1] / EXPERIENCE
     sizes = {folder / name: file.size for name, file in manifest.files.items()}
     sizes |= {experience / f"{name}{SUFFIX}": size for name, size in manifest.experience.items()}
@@ -149,7 +152,7 @@ def inspect(folder: Path) -> Checkpoint:
 
 
 def survey(run: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The complete checkpoints of a run, newest first, and what is wrong with its others."""
+    """Return the complete checkpoints of a run, newest first, and the problems of the others."""
     found, problems = [], []
     for folder in folders(run):
         try:
@@ -160,5 +163,5 @@ def survey(run: Path) -> tuple[list[Checkpoint], list[str]]:
 
 
 def find(run: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a run, newest first; checksums are not computed."""
+    """Return the complete checkpoints of a run, newest first; checksums are not verified."""
     return survey(run)[0]

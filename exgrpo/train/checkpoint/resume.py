@@ -1,4 +1,4 @@
-"""Which run `--resume` means, and what may differ when it goes on; one that ended before its first checkpoint."""
+"""Find the run to resume, check which options may change, and rename runs without a checkpoint."""
 
 import logging
 import shlex
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 FINISHED = "finished"
-"""File in the folder of a run that has nothing left to do, its last evaluation included."""
+"""File in the folder of a run that is complete, its last evaluation included."""
 SHOWN_CHANGES = 8
-# What a run that goes on may have other values of; a key that ends with a dot is a whole section.
+# Options that may change when a run is resumed; a key that ends with a dot is a whole section.
 CHANGEABLE = (
     "steps",
     "resume",
@@ -26,7 +26,7 @@ CHANGEABLE = (
     "checkpoint.",
     "distributed.",
     "evaluation.",
-    "experience.folder",  # its files go with the processes, and a cluster may name its disk by the job
+    "experience.folder",  # temporary files; a cluster may name its local disk by the job
     "output.",
     "lora.result",
     "reward.workers",
@@ -41,10 +41,10 @@ CHANGEABLE = (
 
 
 def locate(config: Config) -> Path | None:
-    """The folder of the run to continue; None where `auto` finds no unfinished one and a new run begins.
+    """Return the folder of the run to resume; None: start a new run, also if `auto` finds no unfinished one.
 
     Raises:
-        ConfigError: it has no complete checkpoint; damaged ones are named.
+        ConfigError: it has no complete checkpoint; the message has the problems of damaged ones.
     """
     if config.resume is None:
         return None
@@ -61,9 +61,9 @@ def locate(config: Config) -> Path | None:
 
 
 def _meant(config: Config) -> Path | None:
-    """The run of that name; without one, the newest unfinished run of that configuration.
+    """Return the unfinished run of that name; without a name, the newest one with that configuration.
 
-    A run without a sound checkpoint passes for it: to begin anew beside that would hide what happened.
+    A run whose checkpoints are all damaged is returned, too: silently starting a new one would hide the damage.
     """
     for run in _unfinished(config):
         if config.output.name or not find(run) or not _changes(config, _copy(run)):
@@ -72,7 +72,7 @@ def _meant(config: Config) -> Path | None:
 
 
 def _unfinished(config: Config) -> list[Path]:
-    """The runs with a checkpoint, be it a damaged one, that are not finished; the newest one first."""
+    """Return the unfinished runs with a checkpoint, complete or damaged; newest first."""
     root, name = config.output.folder, config.output.name
     runs = [root / name] if name else [path.parent for path in sorted(root.glob(f"*/{FOLDER}"))]
     found = [(saved[0].stat().st_mtime_ns, run) for run in runs if (saved := folders(run))]
@@ -80,11 +80,11 @@ def _unfinished(config: Config) -> list[Path]:
 
 
 def begun_anew(config: Config, folder: Path | str) -> str:
-    """Why `auto` has found no run to go on with, in one sentence; and what differs in the nearest one, if there is any.
+    """Return a sentence on why `auto` found no run to resume, with the differences to the nearest one.
 
     Args:
-        config: what is asked for.
-        folder: of the run that begins.
+        config: requested configuration.
+        folder: folder of the new run.
     """
     root, name = config.output.folder, config.output.name
     others = [] if name else _unfinished(config)
@@ -93,15 +93,15 @@ def begun_anew(config: Config, folder: Path | str) -> str:
     changes, run = min(((_changes(config, _copy(run)), run) for run in others), key=lambda found: len(found[0]))
     return (
         f"no unfinished run in {root} has this configuration: a new one begins in {folder}. The nearest is {run}, "
-        f"where {_told(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
+        f"where {_short(changes)}; to go on with that one: --resume {shlex.quote(str(run))}"
     )
 
 
 def finished(config: Config) -> Path | None:
-    """The run that `auto` would go on with by its name, where that has nothing left to do.
+    """Return the folder of the run that `auto` would resume by name, if that run is finished.
 
     Raises:
-        ConfigError: it was another run, or had fewer steps.
+        ConfigError: its configuration differs in what may not change, or it had fewer steps.
     """
     run = config.output.folder / (config.output.name or "")
     if config.resume != AUTO or not config.output.name or not (run / FINISHED).exists():
@@ -117,12 +117,12 @@ def finished(config: Config) -> Path | None:
 
 
 def saved_config(run: Path) -> Config:
-    """The configuration of a run with a complete checkpoint: config.yaml, held against the checkpoint's copy.
+    """Return config.yaml of a run with a complete checkpoint, checked against the checkpoint's copy.
 
-    Where config.yaml is lost or damaged, the copy is taken and a warning says so.
+    If config.yaml is lost or damaged, returns the copy with a warning.
 
     Raises:
-        ConfigError: config.yaml differs from the copy in what may not change, and the keys are named.
+        ConfigError: config.yaml differs from the copy in options that may not change; the message names them.
     """
     copy, path = _copy(run), run / "config.yaml"
     try:
@@ -135,26 +135,28 @@ def saved_config(run: Path) -> Config:
         return copy
     if differing := _changes(saved, copy):
         raise ConfigError(
-            f"{path} is not what the run was saved with: {_told(differing)}; "
+            f"{path} is not what the run was saved with: {_short(differing)}; "
             "put it right, or remove it: the checkpoint has a copy"
         )
     return saved
 
 
 def _copy(run: Path) -> Config:
-    """The configuration in the newest complete checkpoint of a run."""
+    """Return the configuration in the newest complete checkpoint of a run."""
     newest = find(run)[0]
     return validate_stored(newest.manifest.config, f"the configuration in {newest.folder}")
 
 
 def continued(config: Config, saved: Config) -> Config:
-    """What a run goes on with, which has the engine and the plan of memory that it began with where none is named.
+    """Return the configuration of a resumed run; the saved engine and memory plan replace values that are not set.
 
     Raises:
-        ConfigError: it would be another run; the keys are named.
+        ConfigError: options differ that may not change; the message names them.
     """
     if differing := _changes(config, saved):
-        raise ConfigError(f"resume: {_told(differing)}; a run goes on as it began: leave these out, or start a new run")
+        raise ConfigError(
+            f"resume: {_short(differing)}; a run goes on as it began: leave these out, or start a new run"
+        )
     rollout = config.rollout.model_copy(update={"engine": saved.rollout.engine})
     old, new = flat(saved), flat(config)
     planned = {key: old[key] for key in PLANNED if new[key] is None}
@@ -162,21 +164,21 @@ def continued(config: Config, saved: Config) -> Config:
 
 
 def _changes(config: Config, saved: Config) -> list[str]:
-    """What differs and may not, in words."""
+    """Describe the options that differ and may not change."""
     old, new = flat(saved), flat(config)
-    if config.rollout.engine == "auto":  # a run saves the engine that this has meant
+    if config.rollout.engine == "auto":  # a run saves the engine that auto selected
         new["rollout.engine"] = saved.rollout.engine
     differing = [key for key in new if new[key] != old[key] and not key.startswith(CHANGEABLE)]
     return [f"{key} was {shown(old[key])} and is now {shown(new[key])}" for key in differing]
 
 
-def _told(changes: list[str]) -> str:
+def _short(changes: list[str]) -> str:
     more = f" and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
     return ", ".join(changes[:SHOWN_CHANGES]) + more
 
 
 def is_unsaved(run: Path) -> bool:
-    """Whether a folder is that of a run that has no checkpoint, not even a damaged one, and was not finished.
+    """True if a folder is that of an unfinished run without any checkpoint, complete or damaged.
 
     Raises:
         ConfigError: it cannot be read.
@@ -187,12 +189,12 @@ def is_unsaved(run: Path) -> bool:
         saved = run / FOLDER
         if saved.is_dir() and any(not path.name.endswith((UNFINISHED, DELETED)) for path in saved.iterdir()):
             return False
-        # A run that is killed as it makes its folder leaves it empty.
+        # A run that is killed while it makes its folder leaves it empty.
         return (run / "config.yaml").exists() or not any(run.iterdir())
 
 
 def set_aside(run: Path) -> None:
-    """Give another name to the folder of an unsaved run: what it holds may be of use to somebody.
+    """Rename the folder of a run without a checkpoint, to keep its files.
 
     Raises:
         ConfigError: another process uses it, or it cannot be renamed.

@@ -41,7 +41,7 @@ class RewardWatch:
     answers: int = 0
     lowest: float = math.inf
     highest: float = -math.inf
-    said: bool = False
+    warned: bool = False
 
     def observe(self, rewards: npt.NDArray[np.float64]) -> str | None:
         """Add the rewards of at least one answer; returns the warning when due."""
@@ -54,9 +54,9 @@ class RewardWatch:
         """Return the warning regardless of `patience`; None if there is none, or it was given."""
         differ = self.highest - self.lowest > EPSILON
         none, every = not is_success(self.highest, self.threshold), is_success(self.lowest, self.threshold)
-        if self.said or not differ or not (none or every):
+        if self.warned or not differ or not (none or every):
             return None
-        self.said = True
+        self.warned = True
         remedy = f"set {self.option} to the reward of a right answer"
         if none:
             remedy = f"if {self.highest:g} is the reward of a right answer, set {self.option} to it"

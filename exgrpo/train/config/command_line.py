@@ -67,21 +67,21 @@ def one_line(model: type[BaseModel], program: str) -> Iterator[None]:
     Raises:
         ConfigError: a value is impossible, or an option is missing.
     """
-    told = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(stderr):
             yield
     except SystemExit as ended:
         if not ended.code:  # after --help
             raise
-        problem = _problem(ended, model) or _unframed(told.getvalue())
+        problem = _problem(ended, model) or _unframed(stderr.getvalue())
         if not problem:  # `--help | head`, noticed by rich
             raise SystemExit(UNREAD) from None
         raise ConfigError(f"{problem} (see {program} --help)") from None
     except BrokenPipeError:  # `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(UNREAD) from None
-    sys.stderr.write(told.getvalue())
+    sys.stderr.write(stderr.getvalue())
 
 
 def _problem(ended: SystemExit, model: type[BaseModel]) -> str:

@@ -186,11 +186,11 @@ class OutputConfig(Section):
     sample_groups: int = Field(
         2, ge=0, le=MOST_ANSWERS, description="Groups of rollouts written out per step for inspection."
     )
-    stories: int = Field(
+    tracked_questions: int = Field(
         4,
         ge=0,
         le=MOST_ANSWERS,
-        description="Number of questions to follow: the first ones written out, with all their later groups.",
+        description="Number of questions to track: the first ones written out, with all their later groups.",
     )
     save_model: bool = Field(True, description="Save the trained model in Hugging Face format.")
     export_every: int | None = Field(

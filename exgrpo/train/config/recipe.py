@@ -27,6 +27,8 @@ MOST_BASES = 100
 """Longest chain of `base` recipes; Python's recursion limit allows less than a thousand."""
 GONE = (("objective", "shift"),)
 """Removed options without effect that checkpoints of earlier versions still contain."""
+RENAMED = {("output", "stories"): "tracked_questions"}
+"""New names of options that checkpoints of earlier versions contain, by section and old name."""
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -40,7 +42,7 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 def validate_stored(values: dict[str, Any], origin: str) -> Config:
     """Return the configuration of a checkpoint; raises as `validate`."""
     kept = {
-        name: {key: value for key, value in section.items() if (name, key) not in GONE}
+        name: {RENAMED.get((name, key), key): value for key, value in section.items() if (name, key) not in GONE}
         if isinstance(section, dict)
         else section
         for name, section in values.items()

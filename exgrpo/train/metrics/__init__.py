@@ -1,1 +1,1 @@
-"""The numbers of a step, and the files, screens and trackers that show them."""
+"""Metrics of a step, and the files, terminal and trackers that get them."""

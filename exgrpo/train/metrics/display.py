@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Terminal display of a run."""
 
 import math
 from itertools import accumulate
@@ -40,32 +40,32 @@ WANTED = (
     *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
     *("buffer", "retired", "tokens/s", "mfu", "idle", "grad", "ratio"),
 )
-"""The columns, those first that a narrow terminal keeps."""
+"""Columns by priority: a narrow terminal shows the first ones."""
 FAILED = "failed"
-"""The column that is there only once it is above 0; then it is the first one that a narrow terminal keeps."""
+"""Column that appears once it is above 0, then with the highest priority."""
 CELL = 6
-"""Characters of the longest usual cell."""
+"""Width of the longest usual cell in characters."""
 SHOWN_STEPS = 12
 
 
 def fitting(width: int, *, failed: bool = False) -> list[str]:
-    """The titles of the columns that fit beside the step into so many characters, in the order of `COLUMNS`."""
+    """Return the titles of the columns that fit into `width` characters next to the step, in the order of `COLUMNS`."""
     wanted = (FAILED, *WANTED) if failed else WANTED
-    # A cell has a blank on either side and a border.
+    # A cell has a space on either side and a border.
     ends = list(accumulate(max(len(title), CELL) + 3 for title in ("step", *wanted)))[1:]
     kept = {title for title, end in zip(wanted, ends, strict=True) if end < width}
     return [title for title in COLUMNS if title in kept]
 
 
 class Display:
-    """A live table of the latest steps above a progress bar; one line per step where there is no terminal.
+    """Live table of the latest steps above a progress bar; without a terminal, one line per step.
 
-    A narrow terminal shows the columns for which it has room: metrics.jsonl has all.
+    A narrow terminal shows the columns that fit; metrics.jsonl has all.
 
     Args:
-        steps: of the run.
-        done: steps that are behind already, in a run that goes on.
-        console: where to print; None prints nothing (ranks other than 0).
+        steps: number of training steps of the run.
+        done: number of finished steps of a resumed run.
+        console: console to print on; None: print nothing (ranks other than 0).
     """
 
     def __init__(self, steps: int, done: int, console: Console | None) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl on disk, read though damaged."""
+"""Read metrics.jsonl, also if it is damaged."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 HUGE = 1e300
 
 Kind = Literal["training", "evaluation"]
-"""What a record of metrics.jsonl is about, which it says under the key "kind"."""
+"""Values of the key "kind" in a record of metrics.jsonl."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,9 +18,9 @@ class Record:
     """A line of metrics.jsonl.
 
     Attributes:
-        step: training steps before it, its own included.
-        kind: whether it is that of a training step or that of a held-out evaluation after it.
-        numbers: by name, the step included.
+        step: number of finished training steps.
+        kind: a training step, or a held-out evaluation after one.
+        numbers: numbers by name, including "step".
     """
 
     step: int
@@ -29,14 +29,14 @@ class Record:
 
 
 def read_records(path: Path) -> tuple[list[Record], list[int]]:
-    """The numbers of metrics.jsonl.
+    """Read metrics.jsonl.
 
     Returns:
-        its records in their order, and the numbers, from 1, of the lines that are none, such as the cut last line of a
-        killed run, or bytes that are no text.
+        the records in order, and the line numbers, from 1, of lines that are no records, such as the cut last line of
+        a killed run.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     found = {line.number: _record(line.value) for line in jsonl.read_log(path)}
     records = [record for record in found.values() if record is not None]

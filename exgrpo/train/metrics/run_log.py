@@ -1,4 +1,4 @@
-"""Metrics and samples, written into a run's folder and sent to trackers."""
+"""Write metrics and samples into a run's folder, and send metrics to trackers."""
 
 import json
 import logging
@@ -17,21 +17,21 @@ from exgrpo.train.metrics.trackers import Tracker, tracked
 logger = logging.getLogger(__name__)
 
 SAMPLES_SIZE = "samples_jsonl"
-"""Key of a position: the bytes of samples.jsonl."""
+"""Key of `RunLog.position` for the size of samples.jsonl in bytes."""
 GO_ON = "Make room there and start again with --resume auto, which goes on from the last checkpoint"
-"""What to do where the results of a run cannot be written."""
+"""Remedy in messages if the results of a run cannot be written."""
 
 
 class RunLog:
-    """Writes metrics.jsonl and samples.jsonl into a run's folder, and tells the trackers.
+    """Writes metrics.jsonl and samples.jsonl into a run's folder, and logs metrics to trackers.
 
-    A tracker that fails is dropped with one warning: metrics.jsonl is what counts.
+    A tracker that fails is dropped with one warning, since metrics.jsonl has everything.
 
     Args:
-        folder: of the run; it exists.
-        trackers: they are closed with the log.
-        resume: what `position` said at the step from which the run goes on; what was written later is cut off. Where a
-            file is shorter, a warning says so, and the run goes on behind what is left.
+        folder: existing folder of the run.
+        trackers: trackers; they are closed with the log.
+        resume: `position` at the checkpoint of a resumed run; later lines are truncated. If a file is shorter, the run
+            appends to it after a warning.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker] = (), *, resume: dict[str, int] | None = None) -> None:
@@ -44,12 +44,12 @@ class RunLog:
             for file, size in ((self._metrics, resume["metrics"]), (self._samples, resume[SAMPLES_SIZE])):
                 if (now := os.fstat(file.fileno()).st_size) < size:  # truncate would fill it up with NUL bytes
                     logger.warning("%s is damaged: it has %d bytes and had %d", file.name, now, size)
-                    file.write("\n")  # its last line may be cut
+                    file.write("\n")  # the last line may be incomplete
                 else:
                     file.truncate(size)
 
     def metrics(self, kind: Kind, record: dict[str, float]) -> None:
-        """Append one record of this kind; numbers that do not exist (NaN) become null.
+        """Append one record; NaN becomes null.
 
         Raises:
             OutputError: metrics.jsonl cannot be written.
@@ -65,16 +65,16 @@ class RunLog:
         for tracker in list(self._trackers):
             try:
                 message(tracker)
-            except Exception as error:  # a service that fails must not end the training
+            except Exception as error:  # a failing service must not end the training
                 self._trackers.remove(tracker)
-                told = "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them"
-                logger.warning(told, tracker.name, shown(error))
+                warning = "%s failed (%s) and gets no more numbers; metrics.jsonl has all of them"
+                logger.warning(warning, tracker.name, shown(error))
 
     def position(self) -> dict[str, int]:
-        """The latest step, and the sizes of the files up to it; so much is on disk when this returns.
+        """Flush the files to disk; returns the latest step and the files' sizes in bytes.
 
         Raises:
-            OutputError: it cannot be brought there.
+            OutputError: the files cannot be written.
         """
         for file in (self._metrics, self._samples):
             with _written(file):
@@ -84,7 +84,7 @@ class RunLog:
         return {"step": self._step, "metrics": metrics, SAMPLES_SIZE: samples}
 
     def sample(self, sample: Sample) -> None:
-        """Append a group for people to read.
+        """Append a group to samples.jsonl.
 
         Raises:
             OutputError: samples.jsonl cannot be written.
@@ -96,11 +96,10 @@ class RunLog:
     def close(self) -> None:
         """Flush and close everything."""
         for file in (self._metrics, self._samples):
-            with suppress(OSError):  # only what could not be written, and was reported then, is left to flush
+            with suppress(OSError):  # unflushed data is left only after a write error, which was raised then
                 file.close()
         self._tell(lambda tracker: tracker.close())
 
 
 def _written(file: TextIO) -> AbstractContextManager[None]:
-    """A system that refuses to write is an error that names the file and the way on."""
     return os_errors_as(OutputError, f"{file.name} cannot be written", GO_ON)

@@ -1,4 +1,4 @@
-"""Groups of a run that people read: a line of samples.jsonl for each, and the questions that are followed."""
+"""Groups of answers for people to read: their lines in samples.jsonl, and the choice of groups to write."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +16,12 @@ class SampledAnswer:
     """An answer as text.
 
     Attributes:
-        parts: who wrote, and what, in its order; without an environment there is one part.
-        reward: what the verifier gave.
-        finished: False where it was cut at the length limit.
-        tokens: of the policy and the environment together.
-        replayed_from: training step in which it was written; None: it is fresh.
-        entropy: of a replayed one, its mean token entropy in nats under the policy that chose it; None: nobody
-            computed it.
+        parts: (writer, text) in order; without an environment there is one part.
+        reward: reward of the answer.
+        finished: False if it was cut at the length limit.
+        tokens: number of tokens, those of the environment included.
+        replayed_from: training step in which a replayed answer was generated; None: it is fresh.
+        entropy: mean token entropy in nats of a replayed answer under the policy that selected it; None: not computed.
     """
 
     parts: tuple[tuple[Writer, str], ...]
@@ -39,11 +38,11 @@ class Sample:
 
     Attributes:
         step: training step, from 1.
-        question: index of the question among those that the run trains on.
-        text: the question as its data set words it.
-        gold: the right answer.
-        followed: whether every group of this question is written.
-        answers: the fresh ones, then the replayed ones.
+        question: index of the training question.
+        text: text of the question in its data set.
+        gold: gold answer.
+        followed: True if all later groups of this question are written, too.
+        answers: fresh answers, then replayed ones.
     """
 
     step: int
@@ -54,13 +53,13 @@ class Sample:
     answers: tuple[SampledAnswer, ...]
 
 
-class Followed:
-    """The first questions that are shown, which are followed from then on.
+class TrackedQuestions:
+    """Questions all of whose groups are written from their first sample on.
 
     Args:
-        count: how many are followed.
-        before: the samples of the run so far. The first `count` questions among them are those that it has followed,
-            since a group that is written only because of its question is one of a followed question.
+        count: number of questions to track.
+        before: samples of the run so far, whose first `count` questions are the tracked ones: other groups are written
+            independently of their question.
     """
 
     def __init__(self, count: int, before: Iterable[Sample] = ()) -> None:
@@ -76,15 +75,15 @@ class Followed:
         return question in self._questions
 
     def choose(self, questions: Sequence[int], shown: Sequence[int]) -> list[int]:
-        """Which groups of a step are written.
+        """Select the groups of a step to write.
 
         Args:
-            questions: of each group of the step.
-            shown: positions, rising, of the groups that are written in any case; their questions are followed from
-                here on, as long as there are fewer than `count`.
+            questions: question of each group of the step.
+            shown: ascending positions of groups to write in any case; their questions are tracked from now on while
+                there are fewer than `count`.
 
         Returns:
-            positions, rising.
+            ascending positions.
         """
         for position in shown:
             if len(self._questions) < self._count:
@@ -93,21 +92,21 @@ class Followed:
 
 
 def spread(groups: int, count: int) -> list[int]:
-    """Positions of `count` of so many groups, the first and the last among them: replayed groups come last."""
+    """Return `count` evenly spread positions with the first and the last one: replayed groups come last."""
     count = min(groups, count)
     return [i * (groups - 1) // max(1, count - 1) for i in range(count)]
 
 
 def to_line(sample: Sample) -> str:
-    """A sample as a line of samples.jsonl, with its end; in ASCII, so that no text is too strange to be written."""
+    """Return a sample as a line of samples.jsonl with its newline; in ASCII, since texts may have lone surrogates."""
     return json.dumps(asdict(sample)) + "\n"
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """The samples of samples.jsonl in their order; lines that are none, as the cut last line of a run, are left out.
+    """Yield the samples of samples.jsonl in order; skips lines that are no samples, such as a cut last line.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     for line in jsonl.read_log(path):
         sample = _sample(line.value)

@@ -1,4 +1,4 @@
-"""Steps in a row that teach nothing: they are told, and some of them end the run."""
+"""Warn about consecutive steps without a learning signal or update, and stop runs that fail for long."""
 
 import math
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.update import UpdateStats
 
-FIRST_SAID = 4
+FIRST_WARNING = 4
 FAILING_STEPS = 3
-SKIPPED_TOLD, SKIPPED_MOST = 3, 10
+SKIPPED_WARNING, SKIPPED_MOST = 3, 10
 
 
 class IdleSteps:
-    """Counts training steps in a row of which no mini-batch had an advantage, and says why."""
+    """Counts consecutive training steps without any advantage, and explains them."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def observe(self, idle: bool, batch: StepBatch) -> str | None:
-        """Take in a step; after 4, 8, 16, ... idle ones in a row, the sentence that tells a person of them.
+        """Count a step; returns a warning after 4, 8, 16, ... consecutive idle steps.
 
         Args:
-            idle: whether no mini-batch had an advantage.
-            batch: the answers of the step, of which those of `trained` groups count.
+            idle: True if no mini-batch had an advantage.
+            batch: the step's answers; the groups in `trained` count.
         """
         self.in_a_row = self.in_a_row + 1 if idle else 0
-        if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
+        if self.in_a_row < FIRST_WARNING or self.in_a_row & (self.in_a_row - 1):
             return None
         rewards = [set(batch.net_reward[batch.rows_of([group])].tolist()) for group in batch.trained]
         differing = sum(len(of_group) > 1 for of_group in rewards)
@@ -46,40 +46,40 @@ class IdleSteps:
 
 
 class Soundness:
-    """Counts steps in a row that teach nothing.
+    """Counts consecutive training steps with failed grading, and consecutive skipped optimizer steps.
 
     Args:
-        max_failed: fraction of a step's answers whose grading may fail or take too long.
+        max_failed: tolerated fraction of a step's answers whose grading fails or times out.
     """
 
     def __init__(self, max_failed: float) -> None:
         self.max_failed = max_failed
         self.failing = 0
-        """Training steps in a row with more such answers."""
+        """Consecutive training steps above `max_failed`."""
         self.skipped = 0
-        """Optimiser steps in a row that were not taken."""
+        """Consecutive skipped optimizer steps."""
 
     def observe(self, counts: Counts, applied: Sequence[bool]) -> str | None:
-        """Take in a training step; returns a sentence for a person, if there is one.
+        """Count a training step; returns a warning, if there is one.
 
         Args:
-            counts: of the step.
-            applied: of each optimiser step, whether it was taken.
+            counts: counts of the step.
+            applied: for each optimizer step, False if it was skipped.
         """
         self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0
-        told = False
+        warn = False
         for taken in applied:
             self.skipped = 0 if taken else self.skipped + 1
-            told |= self.skipped == SKIPPED_TOLD
-        if not told:
+            warn |= self.skipped == SKIPPED_WARNING
+        if not warn:
             return None
         return (
-            f"{SKIPPED_TOLD} optimiser steps in a row were skipped, because their gradient is not finite: they teach "
-            f"nothing. After {SKIPPED_MOST} the run stops"
+            f"{SKIPPED_WARNING} optimiser steps in a row were skipped, because their gradient is not finite. "
+            f"After {SKIPPED_MOST} the run stops"
         )
 
     def problem(self, counts: Counts) -> str | None:
-        """Why the run has to stop after the step that was observed, and the remedy; None: it has not."""
+        """Return why the run must stop after the observed step, and the remedy; None: it need not."""
         if self.failing >= FAILING_STEPS:
             return (
                 f"in each of the last {self.failing} steps more than {self.max_failed:.0%} of the answers could not be "
@@ -95,10 +95,10 @@ class Soundness:
 
 
 def overflowed(updates: Sequence[UpdateStats]) -> str | None:
-    """That the loss scale of fp16 was too large for a gradient; None: it was not.
+    """Return a message if a gradient overflowed at the loss scale of fp16.
 
     Args:
-        updates: the optimiser steps of a training step.
+        updates: optimizer steps of a training step.
     """
     scales = [f"{one.loss_scale:.0f}" for one in updates if not one.applied and math.isfinite(one.loss_scale)]
     if not scales:
@@ -111,13 +111,13 @@ def overflowed(updates: Sequence[UpdateStats]) -> str | None:
 
 
 def ungraded(counts: Counts) -> str:
-    """Why most of those answers could not be graded that could not, at least one, and the remedy."""
+    """Return the most frequent cause of failed grading, of at least one, and the remedy."""
     first = max(counts.failures, key=lambda one: one.count)
-    return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or bear more by --reward.max_failed"
+    return f"reward {first.reward!r}: {first.cause}. {remedy(first)}, or tolerate more by --reward.max_failed"
 
 
 def remedy(failure: Failure) -> str:
-    """What a person can do about a reward that fails."""
+    """Return the remedy for a failing reward."""
     if "reward.time_limit" in failure.cause:
         return "Make the function faster, or raise --reward.time_limit"
-    return "Mend the function"
+    return "Fix the function"

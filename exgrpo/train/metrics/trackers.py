@@ -1,6 +1,6 @@
-"""Where the numbers of a run go besides metrics.jsonl: TensorBoard, Weights & Biases, Trackio.
+"""Send metrics to TensorBoard, Weights & Biases and Trackio, as `output.trackers` names them.
 
-A tracker is asked for by `output.trackers`, and its package is imported only then. Rank 0 alone opens trackers.
+The package of a tracker is imported only if it is named. Only rank 0 opens trackers.
 """
 
 import json
@@ -17,26 +17,26 @@ from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.config.options import Config
 from exgrpo.train.metrics.log_files import METRICS, read_records
 
-# The extra of this package that brings a tracker.
+# Extra of this package that installs a tracker.
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "trackio": "trackio"}
 RUN_ID, SENT = "run_id", "sent.json"
 """Files in the folder of a run."""
 
 
 class Tracker(Protocol):
-    """Takes numbers; may raise anything, after which it is not used again. `name` is that of `output.trackers`."""
+    """Receives metrics; may raise anything, and is not used again then. `name` is its name in `output.trackers`."""
 
     name: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step, by name; steps never go back, and one step may come several times."""
+        """Log numbers of a step by name; steps never decrease, and one step may be logged several times."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and close."""
 
 
 class TensorBoard:
-    """Event files in the run's folder; of a continued run, those after its checkpoint are purged by their readers."""
+    """Writes event files into the run's folder; readers purge those of a resumed run after its checkpoint."""
 
     name = "tensorboard"
 
@@ -56,37 +56,37 @@ class TensorBoard:
 
 
 class Service:
-    """A run at Weights & Biases, or of Trackio, which has the same interface; a continued run goes on in it.
+    """A run of Weights & Biases or of Trackio, which has the same interface; a resumed run continues it.
 
-    What a service has got it cannot forget: the numbers which a continued run computes again are not sent again.
-    Trackio stores locally, or where its environment variables say. Offline, every continuation at Weights & Biases is a
-    folder of its own with the run's id, which `wandb sync` puts together.
+    Services cannot delete numbers, so a resumed run does not send numbers again that it recomputes. Trackio stores
+    locally, or as its environment variables say. Offline, each continuation at Weights & Biases is a separate folder
+    with the run's id, which `wandb sync` joins.
 
     Args:
-        name: of the package.
-        config: of the run.
-        folder: of the run.
-        sent: by tracked name, the last step of which the service has the number.
+        name: name of the package.
+        config: configuration of the run.
+        folder: folder of the run.
+        sent: by tracked name, the last step whose number was sent.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, sent: Mapping[str, int]) -> None:
         module, own = import_module(name), _run_id(folder)
         self.name, self.sent, title = name, sent, folder.resolve().name
-        self.close = module.finish  # Trackio calls its run's own method again when the program ends
-        arguments: dict[str, Any] = {"name": f"{title}-{own}"}  # by which Trackio finds a run
-        if name == "wandb":  # its console would take a progress bar for a log
+        self.close = module.finish  # not the run's method: Trackio calls that again at exit
+        arguments: dict[str, Any] = {"name": f"{title}-{own}"}  # Trackio identifies a run by its name
+        if name == "wandb":  # without its console, which would log every frame of the progress bar
             arguments = {"id": own, "name": title, "dir": str(folder), "settings": {"console": "off"}}
         settings = config.model_dump(mode="json")
         self.run = module.init(project=config.output.project, config=settings, resume="allow", **arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send what has not been sent yet."""
+        """Send the numbers that have not been sent yet."""
         if new := {name: value for name, value in values.items() if step > self.sent.get(name, -1)}:
             self.run.log(new, step=step)
 
 
 def _run_id(folder: Path) -> str:
-    """The id of the run in this folder, the same in every continuation; made at the first call."""
+    """Return the id of the run in this folder, the same when it is resumed; created at the first call."""
     path = folder / RUN_ID
     if not path.exists():
         write_whole(path, secrets.token_hex(4).encode())
@@ -94,13 +94,13 @@ def _run_id(folder: Path) -> str:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Find out on every rank, before anything is set up, whether the packages are there.
+    """Check on every rank that the trackers' packages are installed.
 
     Raises:
-        ConfigError: naming those that are missing and how to install them.
+        ConfigError: packages are missing; the message has the command to install them.
     """
     specs = {name: find_spec(name) for name in names}
-    # A plain folder of this name, as wandb leaves behind, passes for a package without origin.
+    # A plain folder of this name, such as wandb's output, is found as a package without origin.
     missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     if missing:
         extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
@@ -111,15 +111,15 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracker]:
-    """The trackers of `output.trackers`.
+    """Open the trackers of `output.trackers`.
 
     Args:
-        config: of the run; trackers show it.
-        folder: of the run; its metrics.jsonl still has what was logged after the checkpoint.
-        step: the last one of the checkpoint from which a run goes on; None: the run is new.
+        config: configuration of the run, which trackers record.
+        folder: folder of the run, whose metrics.jsonl is not truncated to the checkpoint yet.
+        step: step of the checkpoint that is resumed; None: a new run.
 
     Raises:
-        ConfigError: where one cannot start.
+        ConfigError: a tracker cannot start.
     """
     names = dict.fromkeys(config.output.trackers)
     sent = {} if step is None or names.keys() <= {TensorBoard.name} else _sent(folder)
@@ -128,7 +128,7 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
         try:
             of_files = name == TensorBoard.name
             trackers.append(TensorBoard(folder, step) if of_files else Service(name, config, folder, sent))
-        except Exception as error:  # packages and services fail in ways of their own
+        except Exception as error:  # packages and services may raise anything
             for tracker in trackers:
                 with suppress(Exception):
                     tracker.close()
@@ -137,7 +137,7 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
 
 
 def tracked(numbers: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of metrics.jsonl, null or not, under the names that trackers group them by."""
+    """Return the numbers of a record of metrics.jsonl, without nulls, under names with the prefix that groups them."""
     return {
         name if "/" in name else f"train/{name}": value
         for name, value in numbers.items()
@@ -146,13 +146,13 @@ def tracked(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sent(folder: Path) -> dict[str, int]:
-    """By tracked name, the last step of which services have the number.
+    """Return, by tracked name, the last step whose number was sent to services.
 
-    A file keeps it from one continuation to the next: each cuts what it repeats off metrics.jsonl.
+    A file keeps this over several continuations, since each truncates metrics.jsonl to its checkpoint.
     """
     path = folder / SENT
     last: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for record in read_records(folder / METRICS)[0]:  # without the line that an interruption cut
+    for record in read_records(folder / METRICS)[0]:  # skips a line cut by an interruption
         last |= {name: max(record.step, last.get(name, 0)) for name in tracked(record.numbers)}
     write_whole(path, json.dumps(last).encode())
     return last

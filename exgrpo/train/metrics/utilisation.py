@@ -1,7 +1,4 @@
-"""How well a step uses the machine: what its phases ask of the model, how long they take, and the limit of both.
-
-Model FLOP utilisation is the share of the machine's matrix rate that the phases of a step use for what they need.
-"""
+"""Model FLOP utilisation (MFU) of a step and its phases, relative to the measured rate of matrix products."""
 
 import math
 import time
@@ -16,13 +13,13 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.policy.flops import ForwardFlops, Work
 
 FORWARD = ("select", "generate", "score")
-"""Phases that cost a forward pass."""
+"""Phases that cost one forward pass."""
 BACKWARD, FROZEN_BACKWARD = 2, 1
-"""Forward passes that a backward costs: weights that are not trained have no gradient to form."""
+"""Cost of a backward pass in forward passes; frozen weights need no gradient."""
 MEASURED_FOR = 0.4
-"""Seconds in which the matrix rate is measured."""
+"""Seconds for measuring the matrix rate."""
 LONG = 4e-3
-"""Matrices grow until a product takes so many seconds: beside that, its launch is nothing."""
+"""Matrices grow until a product takes this many seconds, so that launch overhead is negligible."""
 NARROW, WIDE = 512, 8192
 
 
@@ -34,7 +31,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time what is done inside as part of a phase."""
+        """Add the time spent inside to a phase."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -42,13 +39,13 @@ class PhaseClock:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Compares the work of steps with a limit.
+    """Computes MFU from the work of a step.
 
     Attributes:
-        model: of the model that computes.
-        rate: FLOP/s of all ranks together in products of matrices.
-        elsewhere: phases that other machines compute, to which the rate says nothing.
-        backward: forward passes that a backward costs.
+        model: FLOPs of the model's forward pass.
+        rate: FLOP/s of matrix products, summed over ranks.
+        elsewhere: phases computed on other machines, which are left out.
+        backward: cost of a backward pass in forward passes.
     """
 
     model: ForwardFlops
@@ -57,15 +54,15 @@ class Utilisation:
     backward: int = BACKWARD
 
     def at_least(self, rate: float) -> Self:
-        """With the better one of two measurements of the rate: what else a machine does can only lower them."""
+        """Use the larger of two measured rates: other load on a machine can only lower a measurement."""
         return replace(self, rate=max(self.rate, rate))
 
     def metrics(self, work: Work, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The utilisation of a step and of its phases, NaN of those without work.
+        """Return the MFU of a step and of its phases; NaN for phases without work.
 
         Args:
-            work: of the step.
-            numbers: its seconds, whole and by phase.
+            work: work of the step by phase.
+            numbers: metrics with the step's "seconds" and "seconds/PHASE".
         """
         passes = {**dict.fromkeys(FORWARD, 1), "update": 1 + self.backward}
         flops = {
@@ -82,9 +79,9 @@ class Utilisation:
 
 
 def matrix_rate(world: World, dtype: torch.dtype) -> float:
-    """FLOP/s of all ranks together in products of two square matrices: each rank's best one within 0.4 s.
+    """Measure FLOP/s of square matrix products: each rank's best within 0.4 s, summed over ranks.
 
-    All ranks call it together, so that those which share a machine share it here too. It touches no random state.
+    A collective call, so that ranks on one machine compete for it here, too. It does not change the random state.
     """
     product = _Product(NARROW, world.device, dtype)
     world.gather(None)
@@ -101,12 +98,12 @@ def matrix_rate(world: World, dtype: torch.dtype) -> float:
 
 
 class _Product:
-    """A product of matrices [width, width] that can be timed; libraries have been loaded for it."""
+    """Timed product of matrices [width, width], warmed up."""
 
     def __init__(self, width: int, device: torch.device, dtype: torch.dtype) -> None:
         self.width = width
         self.device = device
-        # Random numbers, for on some processors zeros are faster; of a generator of its own.
+        # Random numbers, since zeros are faster on some processors; a separate generator keeps the random state.
         block = torch.randn(NARROW, NARROW, generator=torch.Generator(device).manual_seed(0), device=device)
         self.matrix = block.to(dtype).repeat(width // NARROW, width // NARROW)
         self.result = torch.empty_like(self.matrix)

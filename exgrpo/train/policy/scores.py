@@ -82,14 +82,14 @@ class FreshScorer:
         self._put(batch, left, score.log_prob, score.entropy)
         return scored._replace(rows=np.union1d(scored.rows, left), read=(*scored.read, *together(part)))
 
-    def told(self, taught: Sequence[MiniBatch], scored: Scored) -> Ints:
-        """The fresh rows whose scores the first of the optimiser steps will tell; none if they are needed before."""
+    def scored_by_update(self, taught: Sequence[MiniBatch], scored: Scored) -> Ints:
+        """Return the fresh rows that the first optimizer step will score; none if their scores are needed before."""
         if not taught or not self.own_forward or len(scored.rows):
             return NONE
         return taught[0].rows[taught[0].batch.fresh]
 
-    def by_update(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
-        """Take over what the first optimiser step has told of its fresh rows."""
+    def take_update_scores(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
+        """Store the scores that the first optimizer step has computed for its fresh rows."""
         at = batch.places(rows)
         self._put(batch, rows, batch.log_prob[at], batch.entropy[at])
         return scored._replace(rows=np.union1d(scored.rows, rows))

@@ -194,7 +194,7 @@ class Grader:
                 returned, rule = misuse
                 answer = f". The answer ends: {task.response[-SHOWN:]!r}" if task else ""
                 raise RewardError(
-                    f"reward {reward!r} returned {returned} for an answer to {shown(question)}: {rule}. Mend the "
+                    f"reward {reward!r} returned {returned} for an answer to {shown(question)}: {rule}. Fix the "
                     "function and start again: a run goes on from its checkpoint with --resume auto, an evaluation "
                     f"with the same command{answer}"
                 )

@@ -1,1 +1,1 @@
-"""Questions to graded answers: rollout engines behind one small interface, and what replies within an answer."""
+"""Generation and grading: the rollout engines with their common interface, and environments that reply."""

@@ -1,4 +1,4 @@
-"""Questions in, graded answers out: generation and grading, spread over all ranks."""
+"""Generate and grade answers to questions, spread over all ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,18 +23,18 @@ from exgrpo.train.rollout.turns.conversations import Conversations
 
 @dataclass(frozen=True, eq=False)
 class Produced:
-    """A rank's own answers, all generated and perhaps not yet all graded.
+    """Answers that one rank has generated; grading may still be under way.
 
     Attributes:
-        questions: all that are asked, on all ranks.
-        counts: of the answers to each of them.
-        positions: of its own questions among all.
-        answers: (answer, text) in the order in which they were finished; empty on ranks that only help an engine.
-        grading: knows their rewards, in the same order.
-        seconds: in the engine.
-        engine: what the engine counted.
+        questions: questions of all ranks.
+        counts: number of answers to each of these questions.
+        positions: indices in `questions` of this rank's share.
+        answers: (answer, text) in the order they finished; empty on ranks that only hold a part of an engine.
+        grading: returns the rewards, in the same order.
+        seconds: time in the engine.
+        engine: counters of the engine.
         broken: answers that ended because the environment failed; None: there is no environment.
-        problem: why the engine could not give all of them; None where it could.
+        problem: the engine's error if answers are missing.
     """
 
     questions: Sequence[Question]
@@ -48,16 +48,16 @@ class Produced:
     problem: RolloutError | None
 
 
-class Answerer:
-    """Generates and grades; answers are graded while others are generated.
+class RolloutWorker:
+    """Generates and grades answers; answers are graded while others are being generated.
 
     Args:
-        engine: this rank's rollout engine; it sleeps except while it generates.
+        engine: this rank's rollout engine; asleep except while generating.
         grader: this rank's grader.
-        decode: turns token ids into text; the inverse of the tokenizer, special tokens kept.
+        decode: decodes token ids to text, special tokens included.
         world: the ranks.
-        reward: name of the reward of all questions; None: each has that of its source.
-        conversations: answers of several turns; None: the policy writes alone.
+        reward: name of the reward for all questions; None: the reward of each question's source.
+        conversations: generates answers of several turns; None: no environment.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Answerer:
         self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
-        self._known: set[tuple[str, str]] = set()
-        self._untold: list[str] = []
+        self._reported: set[tuple[str, str]] = set()
+        self._unreported: list[str] = []
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> StepBatch:
-        """Sample counts[i] answers to questions[i] and grade them; see `join`."""
+        """Sample counts[i] answers to questions[i] and grade them; returns and raises as `join`."""
         return self.join(self.produce(questions, counts, sampling, seed))
 
     def produce(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Produced:
-        """This rank's share of `answer`, without waiting for other ranks or for the last grades."""
+        """Generate this rank's share of the answers, without waiting for other ranks or for the last grades."""
         ranks = self.engine.ranks
         share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
         asked = [question for _, (question, _) in share]
@@ -128,19 +128,19 @@ class Answerer:
         return Produced(questions, counts, positions, answers, grading, seconds, engine, broken, problem)
 
     def _sampling(self, question: Question, sampling: Sampling) -> Sampling:
-        """With the stop strings of the question's source, if it has any of its own."""
+        """Apply the stop strings of the question's source, if it has its own."""
         return sampling if question.stop is None else replace(sampling, stop=Stops(question.stop, self.decode))
 
     def join(self, produced: Produced) -> StepBatch:
-        """The graded answers of all ranks, the same on every rank; all ranks call it together.
+        """Gather the graded answers of all ranks; a collective call with the same result on every rank.
 
         Returns:
-            a group for each question that was asked, with its answers in the order of samples. Of the columns, those
-            are filled that are known without a policy, and `counts`.
+            one group per question, its answers in sampling order. Filled: the columns that need no pass of the
+            policy, and `counts`.
 
         Raises:
-            RolloutError: on every rank, where the engine of one failed.
-            RewardError: on every rank, where the reward of an answer is no number.
+            RolloutError: on every rank, if the engine of one failed.
+            RewardError: on every rank, if a reward is not a number.
         """
         fail_together(self.world, produced.problem)
         start = time.perf_counter()
@@ -173,11 +173,11 @@ class Answerer:
             counts=counts,
         )
         self.tokens += int(np.count_nonzero(batch.own))
-        self._untold += [str(one) for one in counts.failures if one.kind not in self._known]
-        self._known |= {one.kind for one in counts.failures}
+        self._unreported += [str(one) for one in counts.failures if one.kind not in self._reported]
+        self._reported |= {one.kind for one in counts.failures}
         return batch
 
     def news(self) -> list[str]:
-        """A sentence about each kind of failure of a reward that has not been told yet."""
-        untold, self._untold = self._untold, []
-        return untold
+        """Return one sentence per kind of reward failure that was not reported before."""
+        unreported, self._unreported = self._unreported, []
+        return unreported

@@ -1,4 +1,4 @@
-"""The interface that every rollout engine has, and the settings that it is made with."""
+"""The common interface of rollout engines, and the settings they are made with."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from exgrpo.train.rollout.stops import NO_STOPS, Stops
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled.
+    """Sampling parameters.
 
     Attributes:
-        max_tokens: of each at most.
+        max_tokens: maximum length of an answer.
         temperature: above 0.
-        top_p: of the nucleus; 1: all words are in it.
-        log_prob: whether rollouts carry log-probs.
-        stop: strings that end an answer, too.
-        top_k: so many of the likeliest words; 0: all.
-        min_p: words with at least so much of the likeliest one's probability; 0: all.
-        kept: whether rollouts carry the words that the three have left for each token.
+        top_p: nucleus probability; 1: off.
+        log_prob: True if rollouts carry log-probs.
+        stop: strings that end an answer, besides EOS.
+        top_k: number of most likely tokens to sample from; 0: all.
+        min_p: minimum probability relative to the most likely token; 0: off.
+        kept: True if rollouts carry, for each token, the ids that top-p, top-k and min-p allowed.
     """
 
     max_tokens: int
@@ -41,13 +41,13 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Some answers to one prompt.
+    """Request for several answers to one prompt.
 
     Attributes:
         prompt: [P] token ids.
-        count: answers.
-        sampling: how they are sampled.
-        seed: below 2^63, of all of them.
+        count: number of answers.
+        sampling: sampling parameters.
+        seed: one seed for all of these answers, below 2^63.
     """
 
     prompt: TokenIds
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """An answer that has just been finished: the `sample`-th one (from 0) to the `request`-th request of the call."""
+    """A finished answer: number `sample` (from 0) of the call's request number `request`."""
 
     request: int
     sample: int
@@ -69,9 +69,9 @@ class RolloutEngine(Protocol):
     """Generates answers with a copy of the policy, or with the policy itself.
 
     Attributes:
-        unrepeatable: why the same seed may give other rollouts; None where it gives the same ones.
-        free_log_prob: whether `Sampling.log_prob` costs next to nothing.
-        ranks: how many neighbouring ranks make up one engine; they are called together with the same arguments.
+        unrepeatable: reason why the same seed may give other rollouts; None: it gives the same ones.
+        free_log_prob: True if `Sampling.log_prob` costs next to nothing.
+        ranks: number of neighbouring ranks that form one engine; they are called together with the same arguments.
     """
 
     unrepeatable: str | None
@@ -79,47 +79,46 @@ class RolloutEngine(Protocol):
     ranks: int
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Sample the answers that are asked for and give each as soon as it is finished, in any order.
+        """Sample the requested answers and yield each as soon as it is finished, in any order.
 
-        All requests of a call are sampled alike, but lengths and stop strings may differ.
-        Where `unrepeatable` is None the same call gives the same answers. An engine that can lets the answers to a
-        request depend on its seed and the weights alone, up to rounding: not on the other requests of the call, nor on
-        the process.
+        The requests of a call may differ only in lengths and stop strings. If `unrepeatable` is None, the same call
+        gives the same answers. If possible, the answers to a request depend on its seed and the weights alone, up to
+        rounding, and not on the other requests or on the process.
 
-        The caller's random state stays as it was, between the answers too. A response ends with its EOS token or with
-        the token that completes a stop string (finished), or was cut after `max_tokens` (not finished). With
-        `log_prob` every rollout carries the engine's own log-probs under the policy that was sampled from, at the
-        temperature, and among the words that were kept, and its entropies where the engine knows them.
+        The caller's random state is unchanged, also between two answers. A response ends with its EOS token or with
+        the token that completes a stop string (finished), or is cut after `max_tokens` (not finished). With
+        `log_prob`, rollouts carry the engine's log-probs under the distribution that was sampled from (temperature
+        and allowed tokens applied), and entropies if the engine has them.
 
-        It waits for no other rank and, where it runs elsewhere (servers), may be called in a thread of its own.
+        It does not wait for other ranks. Engines that run elsewhere (servers) may be called in a separate thread.
 
         Raises:
-            RolloutError: while it is run through; this rank's share cannot be had.
+            RolloutError: during iteration, if this rank's answers cannot be generated.
         """
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model, tied weights come once.
 
-        All ranks call it together, and each must run through all weights: they are gathered on the way. They can be run
-        through again.
+        A collective call. Each rank must iterate over all weights, since iteration gathers them; the iterable can be
+        iterated again.
         """
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of those of the weights with which the engine does not compute, as far as it can tell.
+        """Return the names of weights that differ from those in the engine, as far as it can detect.
 
-        All ranks call it together, as `push_weights`, while the engine is awake.
+        A collective call, as `push_weights`; the engine is awake.
         """
 
     def counts(self) -> EngineCounts:
-        """What was done since the last call of this method."""
+        """Return the counters since the last call of this method."""
 
     def sleep(self) -> None:
         """Give back accelerator memory until `wake`."""
 
     def wake(self) -> None:
-        """Be ready to generate; all ranks call it together.
+        """Get ready to generate; a collective call.
 
-        An engine that drops its weights in sleep runs through those of the last push again.
+        An engine that dropped its weights in sleep iterates over those of the last push again.
         """
 
     def close(self) -> None:
@@ -127,22 +126,22 @@ class RolloutEngine(Protocol):
 
 
 def collect(requests: Sequence[Request], finished: Iterable[Finished]) -> list[list[Rollout]]:
-    """The answers to each request in the order of samples, once all are finished."""
+    """Return the answers to each request in sampling order, once all are finished."""
     answers = {(one.request, one.sample): one.rollout for one in finished}
     return [[answers[i, sample] for sample in range(request.count)] for i, request in enumerate(requests)]
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings of any rollout engine; each engine reads those that concern it.
+    """Settings of all rollout engines; each engine reads those it needs.
 
     Attributes:
         source: the model.
         dtype: compute dtype.
         eos: token ids that end a response; at least one.
-        pad: token id that fills prompts up.
-        max_prompt_tokens: longest prompt.
-        rollout: which engine, the longest response, sizes and servers.
+        pad: token id for padding.
+        max_prompt_tokens: length of the longest prompt.
+        rollout: engine, longest response, sizes and servers.
         attention: attention implementation of transformers.
     """
 
@@ -161,7 +160,7 @@ class EngineSettings:
 
 
 def training_settings(config: Config, pretrained: Pretrained) -> EngineSettings:
-    """What a training run asks of its engine."""
+    """Return the engine settings of a training run."""
     return EngineSettings(
         source=pretrained.model,
         dtype=DTYPES[config.policy.dtype],

@@ -1,4 +1,4 @@
-"""The rollout engines by name: which of them a program gets, and why."""
+"""Choose a rollout engine by name or automatically, and open it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ ENGINES: dict[str, Callable[[EngineSettings, World], RolloutEngine]] = {
     "transformers": TransformersEngine,
     "vllm": VllmEngine,
 }
-"""What makes the engine of each name that `RolloutConfig.engine` allows."""
+"""Constructor for each name that `RolloutConfig.engine` allows."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine by name, and the reason why it is not the one that `auto` prefers."""
+    """Name of an engine, and the reason if it is not the one that `auto` prefers."""
 
     name: str
     reason: str | None = None
@@ -32,11 +32,11 @@ class Choice:
 
 
 def choose_engine(settings: EngineSettings, world: World) -> Choice:
-    """The engine that the settings mean on the machines of all ranks, which call it together.
+    """Choose the engine for the machines of all ranks; a collective call.
 
     Raises:
-        ConfigError: vLLM is asked for, by name or by `tensor_parallel`, and cannot do it, or `tensor_parallel` does not
-            divide processes or heads, or the model has too few positions; the message says why and what to do.
+        ConfigError: vLLM is requested, by name or by `tensor_parallel`, and cannot run here, `tensor_parallel` does
+            not divide processes or heads, or the model has too few positions.
     """
     prompt, response = settings.max_prompt_tokens, settings.rollout.max_tokens
     check_positions(settings.source, settings.length, f"max_prompt_tokens + max_tokens ({prompt} + {response})")
@@ -71,5 +71,5 @@ def _choose(settings: EngineSettings, world: World) -> Choice:
 
 
 def open_engine(choice: Choice, settings: EngineSettings, world: World) -> RolloutEngine:
-    """The chosen engine with the model in it; all ranks open theirs together."""
+    """Load the model into the chosen engine; a collective call."""
     return ENGINES[choice.name](settings, world)

@@ -1,1 +1,1 @@
-"""A run: checks at the start, building, the loop around the steps, validation, and what it writes."""
+"""A run: startup checks, building, the loop around the steps, validation, and its output."""

@@ -1,4 +1,4 @@
-"""The parts of a run: read, checked and put together before anything is trained."""
+"""Read the inputs of a run, check them, and build its parts."""
 
 import datetime
 from collections.abc import Sequence
@@ -27,27 +27,27 @@ from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
 from exgrpo.train.reward.pool import Grader
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
 from exgrpo.train.rollout.transformers.engine import SharedEngine, shares_policy
 from exgrpo.train.rollout.turns.conversations import conversations_of
 from exgrpo.train.run.plan import plan_run
-from exgrpo.train.run.startup_checks import Early, check_surrogate
+from exgrpo.train.run.startup_checks import StartupResult, check_surrogate
 from exgrpo.train.run.validation import check_best
 from exgrpo.train.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a run starts from.
+    """Model, questions and grader of a run.
 
     Attributes:
-        pretrained: the model, and its tokenizer.
-        train_set: questions to train on.
+        pretrained: the model with its tokenizer.
+        train_set: training questions.
         held_out: held-out questions, by the name of their set.
         grader: grades answers.
-        counted, notes: see `Early`.
+        counted, notes: as in `StartupResult`.
     """
 
     pretrained: Pretrained
@@ -58,15 +58,15 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
 
-def read_inputs(config: Config, early: Early) -> Inputs:
-    """Find the model and put the questions into its tokens.
+def read_inputs(config: Config, startup: StartupResult) -> Inputs:
+    """Find the model and tokenize the questions.
 
     Args:
-        config: what to do.
-        early: what the first look has read.
+        config: configuration of the run.
+        startup: result of the startup checks.
 
     Raises:
-        ExgrpoError: the model or its tokenizer cannot be used, or does not suit the questions.
+        ExgrpoError: the model or its tokenizer cannot be used, or does not fit the questions.
     """
     pretrained = load_pretrained(config.policy.path, config.policy.overrides, config.lora.path)
     data = config.data
@@ -74,26 +74,25 @@ def read_inputs(config: Config, early: Early) -> Inputs:
     def tokenised(sources: Sequence[str], rows: Sequence[list[Row]], limit: int | None) -> QuestionSet:
         return joined_questions(data, sources, rows, pretrained.tokenizer, limit=limit, progress=is_first_rank())
 
-    train = tokenised(data.train, early.questions, data.train_limit)
+    train = tokenised(data.train, startup.questions, data.train_limit)
     sets = held_out_sets(config)
-    held_out = {name: tokenised(asked.source, early.held_out[name], asked.limit) for name, asked in sets.items()}
+    held_out = {name: tokenised(asked.source, startup.held_out[name], asked.limit) for name, asked in sets.items()}
     for questions in (train, *held_out.values()):
         check_prompts(pretrained, questions)
     check_best(config, held_out)
-    return Inputs(pretrained, train, held_out, early.grader, early.counted, early.notes)
+    return Inputs(pretrained, train, held_out, startup.grader, startup.counted, startup.notes)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a run consists of.
+    """Parts of a run.
 
     Attributes:
-        trainer: takes the steps. It has the policy, the engine, which sleeps, and the configuration with all that was
-            chosen and planned.
-        checkpoints: of the run, in its folder; this process holds the lock of that.
+        trainer: takes the steps; has the policy, the sleeping engine, and the configuration with all planned values.
+        checkpoints: checkpoints in the run's folder, which this process has locked.
         choice: the rollout engine's name, and why it was chosen.
-        memory: a line about the plan of the GPUs' memory; None: there is none.
-        utilisation: what the steps need against what this machine can do.
+        memory: a line about the memory plan of the GPUs; None: there is none.
+        utilisation: computes MFU on this machine.
     """
 
     trainer: Trainer
@@ -104,21 +103,21 @@ class Parts:
 
 
 def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
-    """Put a run together.
+    """Build the parts of a run; a collective call.
 
     Args:
-        config: what to do.
-        inputs: what it starts from.
-        world: the processes that do it; all of them call it together.
-        resources: closes what is opened.
-        resume: folder of the run to go on with; None: a new one is made.
+        config: configuration of the run.
+        inputs: model, questions and grader.
+        world: the ranks.
+        resources: exit stack that closes what is opened.
+        resume: folder of the run to resume; None: make a new one.
 
     Raises:
-        ExgrpoError: something about the input or the machine is wrong; the message names it.
+        ExgrpoError: the inputs or the machine do not fit the configuration.
     """
     check_dtype(config.policy.dtype, world.device)
     _check_kernels(config.policy.kernel_backend, world)
-    check_surrogate(config)  # one of a user's own may import torch, so not earlier
+    check_surrogate(config)  # not earlier, since a user's function may import torch
     check_alike(inputs, world)
     pretrained = inputs.pretrained
     conversations = conversations_of(config.environment, pretrained)
@@ -127,7 +126,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     if config.lora.path:
         agree(world, lambda: check_adapters(config.lora, pretrained.model))
     check_head(pretrained.model)
-    # The run keeps its engine and its plan: what is installed or free later changes nothing when it goes on.
+    # Engine and plan are saved: a resumed run keeps them, whatever is installed or free then.
     config, memory = plan_run(changed(config, {"rollout.engine": choice.name}), pretrained.model, world)
     settings = training_settings(config, pretrained)
     settle_kernels(config.policy.kernel_backend, settings, world)
@@ -137,11 +136,11 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         elsewhere=("generate",) if config.rollout.servers else (),
         backward=FROZEN_BACKWARD if config.lora.rank else BACKWARD,
     )
-    # A copy comes first: once the policy's DeepSpeed configuration exists, models load sharded.
+    # Load the engine's copy first: once the policy's DeepSpeed configuration exists, models load sharded.
     copy = None if shares_policy(config, world.size) else open_engine(choice, settings, world)
     if copy:
         resources.callback(copy.close)
-        copy.sleep()  # its memory is the policy's while that is set up
+        copy.sleep()  # frees its memory for setting up the policy
     folder = resume or _make_folder(config, world)
     on_main(world, lambda: resources.enter_context(claim(folder)))
     with os_errors_as(ConfigError, "DeepSpeed cannot set the policy up"):
@@ -150,8 +149,8 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
     decode, reward = pretrained.tokenizer.decode, config.reward.function
-    answerer = Answerer(engine, inputs.grader, decode, world, reward, conversations)
-    trainer = Trainer(config, inputs.train_set, policy, answerer, reference)
+    rollout_worker = RolloutWorker(engine, inputs.grader, decode, world, reward, conversations)
+    trainer = Trainer(config, inputs.train_set, policy, rollout_worker, reference)
     checkpoints = Checkpoints(
         folder,
         world,
@@ -164,10 +163,10 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
 
 
 def check_alike(inputs: Inputs, world: World) -> None:
-    """Whether all ranks have the same questions: they decide alike only if they have read the same.
+    """Check that all ranks have the same questions: otherwise their decisions would differ.
 
     Raises:
-        DataError: on every rank, where they have not.
+        DataError: on every rank, if they differ.
     """
     sets = {"data.train": inputs.train_set, **inputs.held_out}
     found = world.gather({name: questions.fingerprint for name, questions in sets.items()})
@@ -186,10 +185,10 @@ def _check_kernels(backend: str, world: World) -> None:
 
 
 def check_head(source: ModelSource) -> None:
-    """Whether the kernels can compute with the logits of this model.
+    """Check that the kernels support the model's output head.
 
     Raises:
-        ModelError: its code does more with its hidden states or logits than they can.
+        ModelError: its code transforms hidden states or logits in a way that they do not support.
     """
     try:
         measure(source.empty(), direct=True)
@@ -198,10 +197,10 @@ def check_head(source: ModelSource) -> None:
 
 
 def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None:
-    """Have all ranks compute with one backend of the kernels, which passes its self-test on each of them.
+    """Select one kernel backend for all ranks that passes its self-test on each of them.
 
     Raises:
-        ConfigError: on every rank, where a backend was named that does not pass on one.
+        ConfigError: on every rank, if a requested backend fails on one.
     """
     width = settings.source.config.get_text_config().hidden_size
 
@@ -216,7 +215,7 @@ def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None
 
 
 def _make_folder(config: Config, world: World) -> Path:
-    """The run's own new folder; rank 0 names and makes it."""
+    """Make the folder of a new run on rank 0 and return it."""
     name = config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = world.gather(config.output.folder / name)[0]
 

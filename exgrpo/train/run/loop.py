@@ -1,4 +1,4 @@
-"""A run from its inputs to its results: set it up, train, evaluate before and after, say where things are."""
+"""Run training: set up, evaluate, train, save, and print a summary."""
 
 import logging
 import time
@@ -29,30 +29,30 @@ from exgrpo.train.run.model_folder import BEST, MODEL, Cards, export_folder, upl
 from exgrpo.train.run.preflight import QUESTIONS, preflight
 from exgrpo.train.run.recorder import Recorder
 from exgrpo.train.run.start_experience import Beginning, Encoding, Started, start_experience
-from exgrpo.train.run.startup_checks import Early
-from exgrpo.train.run.validation import Course
+from exgrpo.train.run.startup_checks import StartupResult
+from exgrpo.train.run.validation import Evaluator
 from exgrpo.train.run.weight_check import check_engine
 from exgrpo.train.trainer import StepResult
 
 PROBE_QUESTIONS, PROBE_TOKENS = 4, 32
 
 
-def run(config: Config, early: Early, resources: ExitStack, resume: Path | None = None) -> None:
+def run(config: Config, startup: StartupResult, resources: ExitStack, resume: Path | None = None) -> None:
     """Set a run up and train.
 
     Args:
-        config: what to do.
-        early: what the first look has read.
-        resources: closes what the run opens.
-        resume: folder of the run to go on with; None: a new one.
+        config: configuration of the run.
+        startup: result of the startup checks.
+        resources: exit stack that closes what the run opens.
+        resume: folder of the run to resume; None: a new run.
 
     Raises:
-        ExgrpoError: something about the input or the machine is wrong; the message names it.
-        Stopped: a person or the system stops it once it is set up.
+        ExgrpoError: the inputs or the machine do not fit the configuration, or the run fails.
+        Stopped: interrupted after set-up.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    inputs = read_inputs(config, early)
+    inputs = read_inputs(config, startup)
     world = start(config.distributed.timeout_minutes, config.distributed.threads, _kept(resume))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     this = Run(config, inputs, world, resources, resume=resume)
@@ -63,7 +63,7 @@ def run(config: Config, early: Early, resources: ExitStack, resume: Path | None 
 
 
 def _kept(resume: Path | None) -> dict[str, int] | None:
-    """The threads of a run that goes on, as its newest checkpoint has them."""
+    """Return the threads in the newest checkpoint of a resumed run."""
     found = find(resume) if resume else []
     return found[0].manifest.progress.get("threads") if found else None
 
@@ -72,19 +72,19 @@ class Run:
     """A run that is set up and checked.
 
     Args:
-        config, resources, resume: see `run`.
-        inputs: what it starts from.
-        world: the processes that do it.
+        config, resources, resume: as in `run`.
+        inputs: model, questions and grader.
+        world: the ranks.
 
     Attributes:
-        step: the last finished training step.
-        started: what the experience of a new run has begun with; None: nothing.
-        course: the evaluations, before the first step, between steps and after the last one.
-        utilisation: what the steps need against the best rate of matrix products that the run has measured.
-        weight_gap: mean difference of log-probs between the rollout engine and the trainer.
+        step: last finished training step.
+        started: summary of the stored answers that a new run starts with; None: it starts without.
+        evaluator: evaluations before the first step, between steps and after the last one.
+        utilisation: computes MFU with the best rate of matrix products that the run has measured.
+        weight_gap: mean absolute difference of log-probs between the rollout engine and the trainer.
 
     Raises:
-        ExgrpoError: something about the input or the machine is wrong; the message names it.
+        ExgrpoError: the inputs or the machine do not fit the configuration.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Run:
         self.inputs, self.world = inputs, world
         self.trainer, self.checkpoints = self.parts.trainer, self.parts.checkpoints
         self.config, self.folder = self.trainer.config, self.checkpoints.run
-        self.policy, self.answerer = self.trainer.policy, self.trainer.answerer
+        self.policy, self.rollout_worker = self.trainer.policy, self.trainer.rollout_worker
         self.utilisation = self.parts.utilisation
         self.step = 0
-        self.course = Course(self.config, inputs.held_out, self.answerer)
+        self.evaluator = Evaluator(self.config, inputs.held_out, self.rollout_worker)
         self.cards = Cards(self.config)
         self.soundness = Soundness(self.config.reward.max_failed)
         self.started = None if resume else self._start_experience()
         position = self._restore() if resume else None
         self.recorder = Recorder(self.trainer, self.folder, resources, position)
-        self.answerer.engine.push_weights(self.policy.weights())
+        self.rollout_worker.engine.push_weights(self.policy.weights())
         self.weight_gap = self._check_weights()
         if self.step == 0:
             self.recorder.add_to_next({"weight_gap": self.weight_gap})
@@ -116,9 +116,9 @@ class Run:
         return start_experience(Beginning.of(self.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:
-        """Go back to the newest sound checkpoint; returns where the log stood."""
+        """Restore the newest sound checkpoint; returns the position of its log."""
         self.step, progress = self.checkpoints.load(self.policy, self.trainer)
-        self.course.restore(progress["evaluations"])
+        self.evaluator.restore(progress["evaluations"])
         self.utilisation = self.utilisation.at_least(progress.get("matrix_rate", 0.0))
         on_main(self.world, self._reopen)
         return progress["log"]
@@ -130,7 +130,7 @@ class Run:
 
     def _save(self) -> None:
         progress = {
-            "evaluations": self.course.state(),
+            "evaluations": self.evaluator.state(),
             "log": self.recorder.position(),
             "matrix_rate": self.utilisation.rate,
             "threads": self.world.kept,
@@ -143,7 +143,7 @@ class Run:
         questions = self.inputs.train_set.questions[:PROBE_QUESTIONS]
         return check_engine(
             self.policy,
-            self.answerer.engine,
+            self.rollout_worker.engine,
             [np.array(question.prompt, dtype=np.int32) for question in questions],
             dtype=self.config.policy.dtype,
             max_tokens=min(PROBE_TOKENS, self.config.rollout.max_tokens),
@@ -153,13 +153,13 @@ class Run:
 
     def train(self) -> None:
         """Evaluate, train, evaluate, save."""
-        config, course = self.config, self.course
+        config, evaluator = self.config, self.evaluator
         with Display(config.steps, self.step, self.console) as display:
             self._introduce(display.say)
             if self.step == 0:
                 self._preflight(display.say)
                 self._evaluate(display.say)
-            while self.step < config.steps and not course.exhausted:
+            while self.step < config.steps and not evaluator.exhausted:
                 result = self.trainer.step(self.step + 1)
                 if result is None:
                     display.say(f"Every question is retired after {self.step} steps: nothing is left to learn from.")
@@ -171,20 +171,24 @@ class Run:
                 if self._due(config.output.export_every):
                     self._write_model(export_folder(self.folder, self.step))
                 if config.checkpoint.every and (
-                    self._due(config.checkpoint.every) or self.step == config.steps or course.exhausted
+                    self._due(config.checkpoint.every) or self.step == config.steps or evaluator.exhausted
                 ):
                     self._save()
             if note := self.trainer.replay.watch.conclude():
                 display.say(note)
-            if course.exhausted:
+            if evaluator.exhausted:
                 patience = config.evaluation.patience
-                display.say(f"{course.verdict()}; {patience} evaluations have not improved it, so the run ends")
-            if course.is_due(self.step):
+                display.say(f"{evaluator.verdict()}; {patience} evaluations have not improved it, so the run ends")
+            if evaluator.is_due(self.step):
                 self._evaluate(display.say)
         self._conclude()
 
     def _take_down(self, result: StepResult, display: Display) -> None:
-        """Write a step down, say what there is to say of it, and stop where it teaches nothing any more."""
+        """Record and print a step with its warnings.
+
+        Raises:
+            HaltError: grading or updates have failed for too many steps in a row.
+        """
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
         if check_every and self.step % check_every == 0:
@@ -192,7 +196,7 @@ class Run:
         self.recorder.step(self.step, result)
         display.step(result.metrics)
         unsound = self.soundness.observe(result.batch.counts, result.applied)
-        for note in filter(None, (*result.notes, *self.answerer.news(), unsound)):
+        for note in filter(None, (*result.notes, *self.rollout_worker.news(), unsound)):
             display.say(note)
         if problem := self.soundness.problem(result.batch.counts):
             if self.config.checkpoint.every:
@@ -203,23 +207,23 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the model and the report, and upload what is to be uploaded."""
+        """Write the model and the report, and upload the models if requested."""
         config, folder = self.config, self.folder
         if config.output.save_model:
             self._write_model(folder / MODEL)
         if not self.console:
             return
-        self.recorder.conclude([*self.course.changes(), *filter(None, [self.course.verdict()])], self.console)
-        if config.output.push_to_hub:  # last, since the network may fail and everything else is done
+        self.recorder.conclude([*self.evaluator.changes(), *filter(None, [self.evaluator.verdict()])], self.console)
+        if config.output.push_to_hub:  # last, since the network may fail
             address = upload(config.output.push_to_hub, uploads(folder))
             self.console.print(f"uploaded to {address}", highlight=False, soft_wrap=True)
 
     def _write_model(self, folder: Path) -> None:
-        card = self.cards.card(self.step, self.course.latest)
+        card = self.cards.card(self.step, self.evaluator.latest)
         write_model(folder, self.policy, self.inputs.pretrained.tokenizer, card)
 
     def way_on(self) -> str:
-        """How to go on with a run that is stopped now."""
+        """Return where the run stopped and the command to resume it."""
         found, _ = survey(self.folder)
         done = f"stopped after step {self.step} of {self.config.steps}"
         if not found:
@@ -229,7 +233,7 @@ class Run:
 
     def _introduce(self, say: Callable[[str], None]) -> None:
         config, questions, world = self.config, self.inputs.train_set, self.world
-        reason = self.answerer.engine.unrepeatable
+        reason = self.rollout_worker.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {len(questions.left_out)} over-long prompts dropped" if questions.left_out else ""
         if questions.beyond_limit:
@@ -264,23 +268,23 @@ class Run:
         config, questions = self.config, self.inputs.train_set.first(QUESTIONS)
         end = missing_end(self.inputs.pretrained, config.common_stop) if config.data.chat else None
         try:
-            found, problem = preflight(config, self.answerer, questions, self.trainer.sampling, end)
-        except RewardError as error:  # training is worth nothing, as where the reward fails on all answers
+            found, problem = preflight(config, self.rollout_worker, questions, self.trainer.sampling, end)
+        except RewardError as error:  # the same rewards would fail in training
             raise HaltError(str(error)) from None
         say(found)
         if problem and config.preflight == "stop":
             raise HaltError(f"{problem}. To train all the same: --preflight warn")
-        news = self.answerer.news()  # the problem says it, too
+        news = self.rollout_worker.news()  # a problem includes these failures
         for warning in [problem] if problem else news:
             say(f"warning: {warning}")
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
-        """Ask the held-out questions now, if there are any, and keep the model if it is the best one."""
-        if not self.course.sets:
+        """Evaluate on the held-out sets, if there are any, and write the model if it is the best one."""
+        if not self.evaluator.sets:
             return
-        found, sentences = self.course.evaluate(self.step)
+        found, sentences = self.evaluator.evaluate(self.step)
         self.recorder.record("evaluation", found)
-        for sentence in (*sentences, *self.answerer.news()):
+        for sentence in (*sentences, *self.rollout_worker.news()):
             say(sentence)
-        if self.course.improved:
+        if self.evaluator.improved:
             self._write_model(self.folder / BEST)

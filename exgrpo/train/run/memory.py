@@ -1,7 +1,7 @@
-"""What each rank of a run holds on its GPU, by moment: arithmetic of a configuration and a model's shape.
+"""Predict the memory of each rank's GPU, by moment of a step, from a configuration and a model's shape.
 
-The plan of a run (`exgrpo.train.run.plan`) and a dry run (`exgrpo.tools.costs`) reckon with it.
-`rollout.engine` auto is taken for vLLM, which it is wherever vLLM is installed.
+Used by the memory plan (`exgrpo.train.run.plan`) and the dry run (`exgrpo.tools.costs`). `rollout.engine` auto counts
+as vLLM, which it selects wherever vLLM is installed.
 """
 
 import math
@@ -20,16 +20,16 @@ from exgrpo.train.rollout.transformers.engine import shares_policy
 from exgrpo.train.rollout.vllm.engine import GIB, cache_gib, sequences
 
 MOMENTS = ("rollout", "loss", "backward", "step")
-"""When memory peaks: generating; the head, after the last layer; a layer's backward; AdamW."""
+"""Moments when memory peaks: generation; the head, after the last layer; a layer's backward; AdamW's step."""
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Of a weight in 4 bits: each block of 64 has a scale of 8 bits, and 256 scales share one of 32."""
+"""Bytes of a 4-bit weight: each block of 64 has an 8-bit scale, and 256 scales share a 32-bit one."""
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM computes at once."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes per GPU of one thing at each of the `MOMENTS`."""
+    """Bytes per GPU of one item at each of the `MOMENTS`."""
 
     name: str
     rollout: float = 0
@@ -39,27 +39,27 @@ class MemoryItem:
 
 
 def peak(items: tuple[MemoryItem, ...], moment: str) -> float:
-    """Bytes per GPU at a moment."""
+    """Return the bytes per GPU at a moment."""
     return sum(float(getattr(item, moment)) for item in items)
 
 
 def gpu_memory(config: Config, shape: ModelShape, gpus: int, device: str = "cuda") -> tuple[MemoryItem, ...]:
-    """Every allocation of a rank on its GPU, in bytes.
+    """Return every allocation of a rank on its GPU, in bytes.
 
     Args:
-        config: of the run.
-        shape: of the model.
-        gpus: how many, one rank each.
-        device: kind of device: "cuda", or "cpu" for processes that share a CPU.
+        config: configuration of the run.
+        shape: shape of the model.
+        gpus: number of GPUs, with one rank each.
+        device: type of device: "cuda", or "cpu" for processes that share a CPU.
     """
     states = _whole_states(config, shape) if gpus == 1 else _sharded_states(config, shape, gpus)
     return (*states, *_passes(config, shape, gpus, device), *rollout_memory(config, shape, gpus))
 
 
 def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
-    """What a process that is alone keeps: 18 bytes of a parameter in 16 bits, and 16 in fp32, which is its own master.
+    """Return the states of a single process: 18 bytes per 16-bit parameter, and 16 in fp32, which needs no master.
 
-    Adapters are in fp32. A gradient is there beside the sums until it is added to them: that of a tied head for long.
+    Adapters are in fp32. A gradient exists until it is added to the fp32 sums, that of a tied head for longest.
     """
     trained = FP32 * shape.trained(config.lora, 1)
     adapters = trained if config.lora.rank else 0
@@ -79,7 +79,7 @@ def _whole_states(config: Config, shape: ModelShape) -> tuple[MemoryItem, ...]:
 
 
 def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """What ZeRO-3 keeps all the time, and what its optimiser step adds."""
+    """Return the states of ZeRO-3, and the copies of its optimizer step."""
     zero = _zero(config)
     item = DTYPES[config.policy.dtype].itemsize
     reduced = FP32 if config.policy.dtype == "fp16" else item
@@ -103,27 +103,28 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
 
 
 def _reference(config: Config, model: float, adapters: float) -> float:
-    """Bytes of the reference of a divergence: a model, or the adapters of the start."""
+    """Return the bytes of the reference for a divergence: a model, or a copy of the initial adapters."""
     if not config.objective.compared:
         return 0
     return adapters if config.lora.rank else model
 
 
 def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[MemoryItem, ...]:
-    """What a micro-batch adds: gathered weights, activations, the head, a layer's backward."""
+    """Return the allocations of a micro-batch: gathered weights, activations, the head, a layer's backward."""
     item = DTYPES[config.policy.dtype].itemsize
     tokens, checkpointing = config.pass_tokens, config.policy.checkpointing
     eager = config.longest if config.policy.attention == "eager" else 0
-    # ZeRO-3 keeps gathered what it needs again within this many elements.
+    # ZeRO-3 keeps weights gathered that it needs again within max_reuse_distance elements.
     gathered = item * min(shape.total, int(_zero(config).max_reuse_distance) + max(shape.parameters))
-    if gpus == 1:  # of weights in 4 bits, one layer's at a time is there as it is multiplied
+    if gpus == 1:  # nothing is gathered, but 4-bit weights are dequantized one matrix at a time
         gathered = item * shape.width * shape.mlp if config.lora.quantised != "none" else 0
     saved = tokens * shape.saved_bytes(item, checkpointing=checkpointing, eager_length=eager)
     again = shape.layer_bytes(item, eager_length=eager) if checkpointing else 0
     generating = gathered if shares_policy(config, gpus) else 0
     packed = _packed(config, shape) * (1 if checkpointing else shape.layers) if device == "cuda" else 0
+    # The kernel adds the head's gradient directly to that of its fp32 master.
     added = gpus == 1 and config.policy.dtype == "bf16" and not config.lora.rank
-    added = added and not config.distributed.offload_optimizer  # the head's gradient, to that of its master
+    added = added and not config.distributed.offload_optimizer
     frozen = frozen_head(config) or added
     head = shape.head_bytes(item, tokens, device, frozen=frozen, memory=config.policy.kernel_memory)
     return (
@@ -136,7 +137,7 @@ def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[
 
 
 def _packed(config: Config, shape: ModelShape) -> float:
-    """Bytes per token that packed attention adds to a layer, of groups whose answers are as long as share a prompt."""
+    """Return the bytes per token that packed attention adds to a layer, for full groups that share their prompt."""
     if config.policy.attention != "sdpa":
         return 0
     prompt, answers = config.data.max_prompt_tokens, config.rollout.samples
@@ -146,7 +147,7 @@ def _packed(config: Config, shape: ModelShape) -> float:
 
 
 def frozen_head(config: Config) -> bool:
-    """Whether no gradient is formed of the head's weight."""
+    """True if the head's weight gets no gradient."""
     return config.lora.rank > 0 and not config.lora.head
 
 
@@ -159,14 +160,14 @@ def _zero(config: Config) -> DeepSpeedZeroConfig:
 
 
 def engine_of(config: Config) -> Literal["transformers", "vllm", "server"]:
-    """The engine that is reckoned with."""
+    """Return the engine to predict for."""
     if config.rollout.servers:
         return "server"
     return "transformers" if config.rollout.engine == "transformers" else "vllm"
 
 
 def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[MemoryItem, ...]:
-    """The engine's copy of the model, if it has one, and what generation adds, per GPU of the trainer."""
+    """Return the engine's copy of the model, if it has one, and the allocations of generation, per GPU."""
     engine = engine_of(config)
     if engine == "server":
         return ()
@@ -192,7 +193,7 @@ def rollout_memory(config: Config, shape: ModelShape, gpus: int) -> tuple[Memory
 
 
 def _room(config: Config) -> int:
-    """Tokens that a row of the cache has room for at the end of the longest answer."""
+    """Return the capacity in tokens of a row of the cache at the end of the longest answer."""
     room = grown(config.data.max_prompt_tokens)
     while room < config.longest:
         room = grown(room + 1)
@@ -200,17 +201,16 @@ def _room(config: Config) -> int:
 
 
 def answers_of_rank(config: Config, gpus: int) -> int:
-    """Answers that the busiest rank generates in a step."""
+    """Return the number of answers that the busiest rank generates in a step."""
     return math.ceil(config.questions / gpus) * config.rollout.samples
 
 
 def _cache(config: Config) -> float:
-    """Bytes of vLLM's cache; the program has set them where the configuration leaves them to the GPU."""
     return cache_gib(config.rollout, None) * GIB
 
 
 def slots(config: Config, shape: ModelShape, gpus: int, prompt_tokens: float) -> int:
-    """Answers that a rank generates at once: transformers' in padded batches, vLLM's as its cache has room for them."""
+    """Return the concurrent answers of a rank: a padded batch of transformers, or as many as vLLM's cache can hold."""
     if engine_of(config) == "transformers":
         rows = max(1, int(config.rollout.batch_tokens // (prompt_tokens + config.rollout.max_tokens)))
     else:

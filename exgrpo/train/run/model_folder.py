@@ -1,6 +1,6 @@
-"""The folders of models that a run writes, in Hugging Face format, and the cards in them.
+"""Write model folders of a run in Hugging Face format, with model cards.
 
-A folder is there whole, or not at all. A card is its README.md, whose head a hub reads.
+A folder appears only when it is complete. Its card is README.md with the metadata that the hub reads.
 """
 
 import shutil
@@ -23,35 +23,35 @@ from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.policy.policy import Policy
 
 MODEL, BEST, EXPORTS = "model", "best", "exports"
-"""Folders in that of a run: the trained model, the best one, and that of the others."""
+"""Folders in a run's folder: the trained model, the best one, and exports of earlier steps."""
 PACKAGES = ("exgrpo", "torch", "transformers", "peft", "deepspeed")
 NO_SCORES = "The run has made no evaluation after this step."
 
 
 def export_folder(run: Path, step: int) -> Path:
-    """Where the model after so many steps is exported."""
+    """Return the folder for the model after `step` training steps."""
     return run / EXPORTS / f"step_{step:08d}"
 
 
 def uploads(run: Path) -> dict[str, Path]:
-    """The folders of a finished run's models by their paths in a repository, for `upload`."""
+    """Return the model folders of a finished run by their paths in a repository, for `upload`."""
     return {".": run / MODEL} | ({BEST: run / BEST} if (run / BEST).is_dir() else {})
 
 
 def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -> None:
-    """Write the model, or its adapters, with its tokenizer and its card; all ranks call it together.
+    """Write the model, or its adapters, with tokenizer and card; a collective call.
 
-    A model that was there before goes when the new one is complete.
+    An earlier model in the folder is deleted once the new one is complete.
 
     Raises:
-        OutputError: on every rank, where it cannot be written.
+        OutputError: on every rank, if it cannot be written.
     """
     work, before = (folder.with_name(folder.name + end) for end in (UNFINISHED, DELETED))
 
     def write() -> None:
         with os_errors_as(OutputError, f"{folder} cannot be written", GO_ON):
             if policy.world.is_main:
-                for remains in (work, before):  # a folder with adapters and a model would be neither
+                for remains in (work, before):  # old files must not mix with new ones: adapters with a model
                     shutil.rmtree(remains, ignore_errors=True)
             policy.save(work)
             if policy.world.is_main:
@@ -68,10 +68,10 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -
 
 
 class Cards:
-    """Writes the cards of a run; it is made while the files of its questions are there.
+    """Writes the model cards of a run. It is made at the start, since it checks which files exist.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -83,11 +83,11 @@ class Cards:
         self.hub_sets = [source.partition(":")[0] for source in config.data.train if from_hub(source)]
 
     def card(self, step: int, found: Mapping[str, float]) -> ModelCard:
-        """The card of the model after so many training steps.
+        """Return the card of the model after `step` training steps.
 
         Args:
-            step: training steps behind it.
-            found: numbers of the latest evaluation; those of another step are not shown.
+            step: number of training steps.
+            found: numbers of the latest evaluation; ignored if it is of another step.
         """
         found = found if found.get("step") == step else {}
         config = self.config
@@ -125,7 +125,7 @@ class Cards:
                 f"prioritise={_short(replay.prioritise)}, objective.weigh={_short(config.objective.weigh)})"
             )
         adapters = {"rank of the adapters": config.lora.rank} if config.lora.rank else {}
-        # Strings of several tokens are no end of sequence: whoever generates has to name them.
+        # Stop strings are no EOS tokens of the model: users of the model have to set them.
         stop = {"strings that end an answer": ", ".join(f"`{string!r}`" for string in config.common_stop)}
         return {
             "base model": self.base,
@@ -147,7 +147,7 @@ class Cards:
         return ", ".join(_short(source) if Path(source).suffix in SUFFIXES else source for source in sources)
 
     def _table(self, found: Mapping[str, float]) -> str:
-        """Pass@1 of each set with the ends of its interval."""
+        """Return a table with Pass@1 of each set and the bounds of its interval."""
         columns = ("set", "questions", "answers per question", "temperature", "Pass@1", "95 % interval")
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name, asked in self.sets.items():
@@ -162,5 +162,5 @@ class Cards:
 
 
 def _short(place: str) -> str:
-    """The last part of a path: a card is published, and folders of this machine are no part of it."""
+    """Return the last part of a path: cards are published, and must not have the folders of this machine."""
     return Path(place).name

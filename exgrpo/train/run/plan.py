@@ -1,7 +1,7 @@
-"""What a run takes of its GPUs' memory, decided at its start: the options that are not set and that memory bounds.
+"""Plan the GPU memory of a run at its start: choose options that are not set and that memory limits.
 
-Activations are kept or computed again; passes, and the cache of vLLM in the process, are large or small. Of the values
-that fit by the arithmetic of `exgrpo.train.run.memory` the plan takes the fastest.
+These are activation checkpointing, the tokens of a pass, and the cache of vLLM in the process. The plan takes the
+fastest values that fit by the prediction of `exgrpo.train.run.memory`.
 """
 
 import math
@@ -26,28 +26,28 @@ from exgrpo.train.run.memory import MOMENTS, MemoryItem, answers_of_rank, engine
 
 CHECKPOINTING, PASS, CACHE = PLANNED
 GENERATING, TRAINING = MOMENTS[:1], MOMENTS[1:]
-"""The moments of the engine, which may sleep, and of the trainer."""
+"""Moments of the engine, which may sleep, and of the trainer."""
 ENOUGH_TOKENS = 8192
-"""Tokens of a pass from which on it is worth more to keep activations than to have longer passes: products and the
-gathering of weights have reached their speed."""
+"""Tokens of a pass above which keeping activations gains more speed than longer passes: matrix products and the
+gathering of weights are at full speed."""
 MOST_TOKENS, STEP_TOKENS = 32768, 1024
-"""Tokens of a pass beyond which nothing is gained, and the steps in which passes grow."""
+"""Tokens of a pass above which nothing is gained, and the step size of its candidates."""
 ENOUGH_SEQUENCES = 256
-"""Answers at once for which an engine that never sleeps takes memory from the trainer."""
+"""Maximum of concurrent answers for which an engine that never sleeps takes memory from the trainer."""
 STEP_GIB = 0.25
-"""In which the cache grows."""
+"""Step size of the cache's candidates."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What fits into the memory of a run's GPUs, by arithmetic.
+    """Memory plan of a run.
 
     Attributes:
-        config: with chosen values in the place of those that were not set.
-        chosen: dotted keys of these.
-        items: what a rank holds on its GPU, in bytes.
+        config: configuration with values chosen for options that were not set.
+        chosen: dotted keys of the chosen options.
+        items: predicted allocations of a rank on its GPU, in bytes.
         available: bytes of a GPU that tensors may take.
-        rows: answers that a rank generates at once, prompts being as long as they may be.
+        rows: concurrent answers of a rank, with prompts of maximum length.
     """
 
     config: Config
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def moment(self) -> str:
-        """Of the `MOMENTS`, the one that takes most."""
+        """The one of `MOMENTS` with the highest peak."""
         return max(MOMENTS, key=lambda moment: peak(self.items, moment))
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much memory at any moment as is taken."""
+        """True if the prediction fits at every moment."""
         return peak(self.items, self.moment) <= self.available
 
     def __str__(self) -> str:
@@ -80,10 +80,10 @@ class Plan:
         )
 
     def check(self) -> None:
-        """Whether what was chosen fits; what was set is tried as it is.
+        """Check that chosen values fit; values that the user has set are tried anyway.
 
         Raises:
-            ConfigError: it does not at a moment that it bounds, with the least values there are.
+            ConfigError: even the smallest values do not fit at a moment that they affect.
         """
         for moment in MOMENTS:
             bounding = PLANNED if _awake(self.config) else (CACHE,) if moment in GENERATING else (CHECKPOINTING, PASS)
@@ -99,23 +99,23 @@ class Plan:
 
 
 def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) -> Plan:
-    """Choose what the configuration leaves open.
+    """Choose the options that the configuration leaves open.
 
-    Each list of values goes up in speed and in memory, in the order of what is worth most, and the last value that fits
-    is taken. So more memory never gives less of anything. Where the first one does not fit, it is taken all the same.
+    Candidates are sorted by speed and by memory, and the last that fits is taken. So more memory never gives a smaller
+    value. If even the first does not fit, it is taken anyway.
 
     Args:
-        config: of the run.
-        shape: of the model.
-        gpus: how many, one rank each.
-        available: bytes of each that tensors may take.
+        config: configuration of the run.
+        shape: shape of the model.
+        gpus: number of GPUs, with one rank each.
+        available: bytes of a GPU that tensors may take.
     """
     bounded = PLANNED if engine_of(config) == "vllm" else (CHECKPOINTING, PASS)
     chosen = tuple(key for key in bounded if flat(config)[key] is None)
     passes, caches = _passes(config), _caches(config, shape, gpus, available)
 
     def best(rungs: Sequence[dict[str, Any]], moments: Sequence[str]) -> dict[str, Any]:
-        """The last that fits, of values that take at least as much as those before; else the first."""
+        """Return the last of the candidates that fits, else the first; memory must not decrease along them."""
 
         def exceeds(values: dict[str, Any]) -> bool:
             items = gpu_memory(changed(config, values), shape, gpus)
@@ -123,7 +123,7 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
 
         return rungs[max(0, bisect_left(rungs, True, key=exceeds) - 1)]
 
-    if _awake(config):  # passes and cache are there at once
+    if _awake(config):  # passes and cache are allocated at the same time
         first = [passes[0] | cache for cache in caches]
         config = changed(config, best([*first, *(one | caches[-1] for one in passes)], MOMENTS))
     else:
@@ -133,14 +133,14 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
 
 
 def _awake(config: Config) -> bool:
-    """Whether the engine has its cache while the trainer updates."""
+    """True if the engine keeps its cache while the trainer updates."""
     return engine_of(config) == "vllm" and config.rollout.sleep_level == 0
 
 
 def _passes(config: Config) -> list[dict[str, Any]]:
-    """The passes of the trainer, by dotted key.
+    """Return the candidates for the trainer's passes, by dotted key.
 
-    Activations are kept from `ENOUGH_TOKENS` on, and computed again in passes up to that, if both are open.
+    If both options are open: passes up to `ENOUGH_TOKENS` with checkpointing, then longer ones without.
     """
     enough, most = (max(tokens, config.longest) for tokens in (ENOUGH_TOKENS, MOST_TOKENS))
     own, kept = config.optimizer.micro_batch_tokens, config.policy.gradient_checkpointing
@@ -155,7 +155,7 @@ def _passes(config: Config) -> list[dict[str, Any]]:
 
 
 def _caches(config: Config, shape: ModelShape, gpus: int, available: float) -> list[dict[str, Any]]:
-    """The caches of vLLM, by dotted key: from room for the longest sequence to room for all answers of a step."""
+    """Return the candidates for vLLM's cache, by dotted key: from the longest sequence to all answers of a step."""
     if engine_of(config) != "vllm":
         return [{}]
     if config.rollout.kv_cache_gib is not None:
@@ -170,15 +170,15 @@ def _caches(config: Config, shape: ModelShape, gpus: int, available: float) -> l
 
 
 def plan_run(config: Config, source: ModelSource, world: World) -> tuple[Config, str | None]:
-    """The configuration with which a run goes on, on all ranks the same, and a line about it; on CPUs there is none.
+    """Return the planned configuration, the same on all ranks, and a line about the plan (None on CPUs).
 
     Args:
-        config: with the engine that was chosen. A run that goes on has its values, and they are kept.
+        config: configuration with the chosen engine; a resumed run has all values already, and keeps them.
         source: the model.
-        world: the ranks; all of them call it together.
+        world: the ranks; a collective call.
 
     Raises:
-        ConfigError: nothing fits into the free memory of the GPU that has least.
+        ConfigError: nothing fits into the GPU with the least free memory.
     """
     settled = changed(config, {CHECKPOINTING: config.policy.checkpointing, PASS: config.pass_tokens})
     if world.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Before training: can the model's answers earn a reward at all? A run in which they cannot wastes days."""
+"""Check before training that the model's answers can earn a reward: otherwise a run would waste days."""
 
 import shlex
 from collections import Counter
@@ -15,7 +15,7 @@ from exgrpo.train.metrics.soundness import remedy
 from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import FORMS
 from exgrpo.train.reward.names import absolute, is_own, reward_of
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 
 QUESTIONS = 32
@@ -24,36 +24,37 @@ SHOWN_CHARACTERS = 300
 
 def preflight(
     config: Config,
-    answerer: Answerer,
+    rollout_worker: RolloutWorker,
     questions: Sequence[Question],
     sampling: Sampling,
     missing_end: str | None = None,
 ) -> tuple[str, str | None]:
-    """Answer the first questions once each, as in training, and grade the answers; all ranks get the same.
+    """Answer the first questions once each, as in training, and grade the answers; a collective call.
 
     Args:
-        config: of the run.
-        answerer, questions, sampling: as in training.
-        missing_end: with which the chat template ends an answer, where rollouts go on behind it; None: they do not.
+        config: configuration of the run.
+        rollout_worker, questions, sampling: as in training.
+        missing_end: text with which the chat template ends an answer but at which generation does not stop; None:
+            generation stops there.
 
     Returns:
-        what became of the answers, in a sentence; and why no answer can earn a reward, or a reward never works, with
-        the remedy: None where neither is so.
+        a sentence about the answers; and the reason, with a remedy, why no answer can earn a reward or a reward never
+        works, or None.
 
     Raises:
-        RewardError: on every rank, where the reward of an answer is no number.
+        RewardError: on every rank, if a reward is not a number.
     """
     asked = questions[:QUESTIONS]
-    batch = answerer.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
+    batch = rollout_worker.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
     given = [
         Graded(text, question.gold, reward_of(question.reward, config.reward.function))
         for text, question in zip(batch.text, asked, strict=True)
     ]
     right = is_success(batch.reward, config.reward.success)
     wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
-    form, hidden = elsewhere(config.reward, wrong, answerer.world)
-    told = [known for known in tell("form", config.reward, given, answerer.world) if known is not None]
-    formed = sum(told) if len(told) == len(given) else None  # None: a reward has no check of the form
+    form, hidden = elsewhere(config.reward, wrong, rollout_worker.world)
+    checks = [known for known in tell("form", config.reward, given, rollout_worker.world) if known is not None]
+    formed = sum(checks) if len(checks) == len(given) else None  # None: a reward has no format check
     found = f"preflight: of {len(asked)} answers {batch.finished.sum()} are finished"
     if formed is not None:
         found += f", {formed} have the form that the reward needs"
@@ -66,7 +67,7 @@ def preflight(
         found += f"; {hint}"
     unended = missing_end and _unended(missing_end, config)
     if unended and (count := sum(missing_end in text for text in batch.text)):
-        found += f"; {count} go on behind {missing_end!r}: {unended}"
+        found += f"; {count} continue after {missing_end!r}: {unended}"
     problem = _broken(rewards, batch.counts.failures)
     if not (problem or right.any() or len(set(batch.reward.tolist())) > 1):
         example = given[0].response[-SHOWN_CHARACTERS:]
@@ -76,7 +77,7 @@ def preflight(
 
 
 def _hidden(count: int, form: str, rewards: Counter[str]) -> str:
-    """What is to be known of so many right values that stand in a form which the rewards do not read."""
+    """Describe right values in a form that the rewards do not read, with the remedy."""
     read = "" if all(map(is_own, rewards)) else f"; reward.form={form} reads them there"
     return (
         f"{count} of {rewards.total()} answers hold the right value in {FORMS[form].shown}, where "
@@ -85,7 +86,7 @@ def _hidden(count: int, form: str, rewards: Counter[str]) -> str:
 
 
 def _unended(end: str, config: Config) -> str:
-    """The cause of answers that go on behind such an end, and the remedy."""
+    """Return the cause of answers that continue after `end`, and the remedy."""
     own = any(source.stop is not None for source in config.data.sources)
     return (
         f"the chat template ends an answer with {end!r}, which is no end of sequence of this model: add "
@@ -96,7 +97,7 @@ def _unended(end: str, config: Config) -> str:
 def _unearned(
     config: Config, batch: StepBatch, unended: str | None, hint: str, formed: int | None, rewards: str
 ) -> str | None:
-    """Why no answer earns a reward, and the remedy; None: hard questions may need more answers than one."""
+    """Return why no answer earns a reward, and the remedy; None: perhaps the questions are only hard."""
     if unended and not batch.finished.any():
         return f"none of {len(batch)} answers has ended, and none is right: {unended}"
     if hint:
@@ -119,7 +120,7 @@ def _unearned(
 
 
 def _broken(rewards: Counter[str], failures: Sequence[Failure]) -> str | None:
-    """That a reward has failed on all of its answers, why, and on which one first; None: none has."""
+    """Describe a reward that failed on all of its answers, with an example; None: there is none."""
     for reward, answers in rewards.items():
         own = [failure for failure in failures if failure.reward == absolute(reward)]
         if sum(failure.count for failure in own) == answers:

@@ -1,4 +1,4 @@
-"""What a run writes down: a record of metrics per step, samples to read, and in the end a report."""
+"""Write the results of a run: metrics per step, samples of answers, and the report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
 from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, Writer, read_samples, spread
+from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, Writer, read_samples, spread
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
@@ -24,24 +24,24 @@ from exgrpo.train.trainer import StepResult, Trainer
 
 
 class Recorder:
-    """Writes into a run's folder on rank 0; on the other ranks it does nothing.
+    """Writes into a run's folder on rank 0; does nothing on other ranks.
 
     Args:
-        trainer: of the run.
-        folder: of its results.
-        resources: closes the log.
-        position: where the log stood at the checkpoint from which the run goes on; None: the run is new.
+        trainer: trainer of the run.
+        folder: folder of the run.
+        resources: exit stack that closes the log.
+        position: position of the log at the checkpoint of a resumed run; None: a new run.
 
     Raises:
-        ConfigError: on every rank, where a tracker cannot start.
-        OutputError: on every rank, where the folder cannot be written.
+        ConfigError: on every rank, if a tracker cannot start.
+        OutputError: on every rank, if the folder cannot be written.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, resources: ExitStack, position: dict[str, int] | None) -> None:
-        self._trainer, self._folder, self._world = trainer, folder, trainer.answerer.world
+        self._trainer, self._folder, self._world = trainer, folder, trainer.rollout_worker.world
         self._output = trainer.config.output
         self._next: dict[str, float] = {}
-        self._followed = Followed(0)
+        self._tracked = TrackedQuestions(0)
         self._log = on_main(self._world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
@@ -49,48 +49,48 @@ class Recorder:
     def _open(self, position: dict[str, int] | None) -> RunLog:
         folder = self._folder
         with os_errors_as(OutputError, f"{folder} cannot be written"):
-            # Before the log, which cuts off what an interrupted run has told its trackers after the checkpoint.
+            # Before `RunLog` truncates the file, which shows what was sent to trackers after the checkpoint.
             trackers = open_trackers(self._trainer.config, folder, position["step"] if position else None)
             log = RunLog(folder, trackers, resume=position)
-            self._followed = Followed(self._output.stories, read_samples(folder / SAMPLES))
+            self._tracked = TrackedQuestions(self._output.tracked_questions, read_samples(folder / SAMPLES))
         return log
 
     def position(self) -> dict[str, int] | None:
-        """Where the log stands; None on ranks that have none. All ranks call it together, as `record` and `step`."""
+        """Return the position of the log; None on ranks without one. A collective call, as `record` and `step`."""
         return on_main(self._world, lambda: self._log.position() if self._log else None)
 
     def add_to_next(self, metrics: Mapping[str, float]) -> None:
-        """Keep numbers for the next record: a record of their own would come after the position in a checkpoint."""
+        """Keep numbers for the next record: a separate record would lie after the checkpoint's position of the log."""
         self._next |= metrics
 
     def record(self, kind: Kind, metrics: Mapping[str, float]) -> None:
-        """Write a record of this kind, together with the numbers that were kept for it.
+        """Write a record, together with the numbers of `add_to_next`.
 
         Raises:
-            OutputError: on every rank, where it cannot be written.
+            OutputError: on every rank, if it cannot be written.
         """
         on_main(self._world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
         self._next = {}
 
     def step(self, step: int, result: StepResult) -> None:
-        """Write the record of a training step, and some of its groups to read; raises as `record` does."""
+        """Write the record of a training step and samples of its groups; raises as `record`."""
         self.record("training", result.metrics)
         on_main(self._world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
 
     def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
         shown = spread(batch.groups, self._output.sample_groups)
-        for group in self._followed.choose(batch.question.tolist(), shown):
+        for group in self._tracked.choose(batch.question.tolist(), shown):
             log.sample(self._sample(step, batch, group))
 
     def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
         question = self._trainer.questions[batch.question[group]]
         stop = question.stops(self._trainer.config.rollout.stop)
         answers = tuple(self._answer(batch, row, stop) for row in batch.rows_of([group]).tolist())
-        return Sample(step, question.index, question.text, question.gold, question.index in self._followed, answers)
+        return Sample(step, question.index, question.text, question.gold, question.index in self._tracked, answers)
 
     def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
         answer, reward = batch.answer(row), batch.reward.item(row)
-        texts = parts_of(answer, self._trainer.answerer.decode, stop)
+        texts = parts_of(answer, self._trainer.rollout_worker.decode, stop)
         writers: cycle[Writer] = cycle(("policy", "environment"))
         parts = tuple(zip(writers, texts, strict=False))
         shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))
@@ -100,11 +100,11 @@ class Recorder:
         return replace(shown, replayed_from=batch.step.item(row), entropy=None if math.isnan(entropy) else entropy)
 
     def conclude(self, changes: Sequence[str], console: Console) -> None:
-        """Write the report and say what came of the run, on rank 0; the run counts as finished then.
+        """Write the report, mark the run as finished and print its results; on rank 0 only.
 
         Args:
-            changes: sentences about what the evaluations have found.
-            console: where to say it.
+            changes: sentences about the evaluations.
+            console: console to print on.
 
         Raises:
             OutputError: the folder cannot be written.
@@ -116,7 +116,7 @@ class Recorder:
         try:
             write_report([folder], folder / "report.html")
             names.insert(0, "report.html")
-        except ReportError as error:  # a run of no steps without held-out questions has nothing to show
+        except ReportError as error:  # a run without steps and evaluations has no records
             console.print(f"no report: {error}", highlight=False, soft_wrap=True)
         with os_errors_as(OutputError, f"{folder / FINISHED} cannot be written"):
             (folder / FINISHED).touch()

@@ -65,23 +65,23 @@ class Beginning:
     @classmethod
     def of(cls, trainer: "Trainer") -> Self:
         """That of a run of `exgrpo.train`."""
-        config, answerer = trainer.config, trainer.answerer
+        config, rollout_worker = trainer.config, trainer.rollout_worker
 
         def grade(answers: Sequence[Answer]) -> Sequence[tuple[float, int]]:
-            share = answerer.world.split(answers)
-            grading = answerer.grader.begin()
+            share = rollout_worker.world.split(answers)
+            grading = rollout_worker.grader.begin()
             for _, (of, text, _) in share:
-                grading.add(text, of.gold, of.text, reward_of(of.reward, answerer.reward), of.columns)
-            grades = agree(answerer.world, grading.finish)
+                grading.add(text, of.gold, of.text, reward_of(of.reward, rollout_worker.reward), of.columns)
+            grades = agree(rollout_worker.world, grading.finish)
             graded = zip(share, grades.reward, grades.key, strict=True)
-            return answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
+            return rollout_worker.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
 
         return cls(
             questions=trainer.questions,
             replay=trainer.replay,
             max_tokens=config.rollout.max_tokens,
             model=config.policy.path,
-            world=answerer.world,
+            world=rollout_worker.world,
             grade=grade,
             score=lambda batch: trainer.policy.score(batch, trainer.sampling.temperature).log_prob,
         )

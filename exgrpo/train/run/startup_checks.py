@@ -1,6 +1,6 @@
-"""What can be wrong with a run and shows in seconds: checked before torch, transformers and vLLM are imported.
+"""Checks of a run that take seconds, before torch, transformers and vLLM are imported.
 
-This module and what it imports at its top stay free of those three; a test keeps it so.
+This module must not import those three at its top, even indirectly; a test checks that.
 """
 
 import os
@@ -41,16 +41,16 @@ from exgrpo.train.run.traces import check_traces
 
 
 @dataclass(frozen=True, eq=False)
-class Early:
-    """What the first look has read and started.
+class StartupResult:
+    """Questions and grader of a run, from the startup checks.
 
     Attributes:
-        train: rows of the questions to train on, by source, one row for each question of it.
-        questions: those of them that ask another question than the sources before.
-        held_out: rows of the held-out questions, by set and source.
-        grader: grades answers; its processes run.
-        counted: see `Selection`.
-        notes: lines about the rows, for people.
+        train: rows of training questions by source, one row per question of the source.
+        questions: the same without questions that an earlier source has, too.
+        held_out: rows of held-out questions, by set and source.
+        grader: grades answers; its processes are running.
+        counted: as in `Selection`.
+        notes: lines about the rows, to be printed.
     """
 
     train: list[list[Row]]
@@ -61,16 +61,16 @@ class Early:
     notes: tuple[str, ...]
 
 
-def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Early:
-    """Check what needs no model, read the questions and start the grader.
+def check_startup(config: Config, resources: ExitStack, *, resumed: bool = False) -> StartupResult:
+    """Check everything that needs no model, read the questions and start the grader.
 
     Args:
-        config: what to do.
-        resources: closes what is opened.
-        resumed: whether the folder of the results is there already and is gone on with.
+        config: configuration of the run.
+        resources: exit stack that closes what is opened.
+        resumed: True if the run continues in its existing folder.
 
     Raises:
-        ExgrpoError: something is wrong; the message names it.
+        ExgrpoError: a check fails.
     """
     check_trackers(config.output.trackers)
     if not resumed and is_first_rank():
@@ -97,12 +97,12 @@ def look(config: Config, resources: ExitStack, *, resumed: bool = False) -> Earl
     }
     notes = (train.note, *_held_out_notes(config, train.questions, held_out))
     if is_first_rank():
-        check_upload(config.output)  # last, for it leaves a repository behind
-    return Early(train.rows, train.questions, held_out, grader, train.counted, tuple(filter(None, notes)))
+        check_upload(config.output)  # last, since it creates a repository
+    return StartupResult(train.rows, train.questions, held_out, grader, train.counted, tuple(filter(None, notes)))
 
 
 def columns_taken(grader: Grader, environment: Environment | None, reward: str) -> Columns:
-    """Return the columns of a row that a reward, by its name, and the environment of a run take."""
+    """Return the columns of a row that the named reward and the environment of a run take."""
     taken = grader.columns(reward)
     return taken.without(TURNS) | environment.columns if environment else taken
 
@@ -117,10 +117,10 @@ def _held_out_notes(config: Config, train: list[list[Row]], held_out: dict[str, 
 
 
 def check_method(config: Config) -> None:
-    """Whether the functions of the method of replay are there, and go together.
+    """Check that the functions of the replay method exist and fit together.
 
     Raises:
-        ConfigError: one is not, or they do not.
+        ConfigError: they do not.
     """
     experience = config.experience
     compose = rules.find("compose", experience.compose)
@@ -138,10 +138,10 @@ def check_method(config: Config) -> None:
 
 
 def check_surrogate(config: Config) -> None:
-    """Whether the surrogate of the loss is there, and goes with the other options.
+    """Check that the surrogate of the loss exists and fits the other options.
 
     Raises:
-        ConfigError: it is not, or it does not.
+        ConfigError: it does not.
     """
     surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
     if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
@@ -162,10 +162,10 @@ def check_surrogate(config: Config) -> None:
 
 
 def check_output(config: Config) -> None:
-    """Whether the folder of the results can be made.
+    """Check that the run's folder can be made.
 
     Raises:
-        ConfigError: it exists already, or a part of its path is no folder or may not be written.
+        ConfigError: it exists already, or a part of its path is no folder or is not writable.
     """
     root, name = config.output.folder, config.output.name
     run = root / (name or "")
@@ -180,14 +180,14 @@ def check_output(config: Config) -> None:
 
 
 def check_places(model: str, sources: Sequence[str]) -> None:
-    """Whether a model and questions can be where they are said to be.
+    """Check that the model and the questions exist, or may exist on the hub.
 
-    If one of them is on the hub and that does not answer, it says so once, and files come from the cache alone.
+    If one of them is on the hub and that cannot be reached, print that files come from the cache alone.
 
     Raises:
         ExgrpoError: there is no such folder or file.
     """
-    # A list, since every place is looked at: one that does not exist is an error whatever the others are.
+    # A list, so that every place is checked: `any` alone would stop at the first one on the hub.
     if not any([on_hub(model), *(from_hub(source) for source in sources)]):
         return
     reason = offline_reason()

@@ -1,4 +1,4 @@
-"""The evaluations in the course of a run: Pass@1, which model is the best one, and whether the run should end."""
+"""Evaluations of a run: Pass@1 on the held-out sets, the best model, and early stopping."""
 
 import math
 import time
@@ -14,20 +14,26 @@ from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.names import reward_of
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.validation_scores import SourceScore, Verdict, question_key, score, score_all, unasked
 
 
 def evaluate(
-    answerer: Answerer, questions: QuestionSet, samples: int, sampling: Sampling, seed: int, *, reward: RewardConfig
+    rollout_worker: RolloutWorker,
+    questions: QuestionSet,
+    samples: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    reward: RewardConfig,
 ) -> tuple[SourceScore, dict[str, SourceScore]]:
-    """Answer every question `samples` times; all ranks work on it and get the same scores: of all, and by source.
+    """Answer every question `samples` times and return the overall scores and those by source; a collective call.
 
-    An answer with a reward of at least `reward.success` is right; those to a question that was left out are wrong.
+    An answer is right if its reward is at least `reward.success`; answers to a left-out question count as wrong.
     """
-    batch = answerer.answer(questions.questions, [samples] * len(questions), sampling, seed)
+    batch = rollout_worker.answer(questions.questions, [samples] * len(questions), sampling, seed)
     asked = [questions.questions[group] for group in batch.group]
     graded = [
         Graded(text, question.gold, reward_of(question.reward, reward.function))
@@ -39,8 +45,8 @@ def evaluate(
             asked,
             is_success(batch.reward, reward.success).tolist(),
             batch.finished.tolist(),
-            tell("form", reward, graded, answerer.world),
-            tell("found", reward, graded, answerer.world),
+            tell("form", reward, graded, rollout_worker.world),
+            tell("found", reward, graded, rollout_worker.world),
             batch.key.tolist(),
             strict=True,
         )
@@ -51,7 +57,7 @@ def evaluate(
 
 
 def metrics(overall: SourceScore, by_source: dict[str, SourceScore], name: str = TEST) -> dict[str, float]:
-    """The scores of a set as numbers of metrics.jsonl; NaN of what does not exist."""
+    """Return the scores of a set under their names in metrics.jsonl; NaN for missing scores."""
     at, other = ("", "held_out/") if name == TEST else (f"{name}/", f"{name}/")
     errors = {"pass_at": overall.pass_at_error, "distinct_at": overall.distinct_at_error}
     lacking = {key: getattr(overall, key) for key in ("truncated", "without_form", "without_answer")}
@@ -65,7 +71,7 @@ def metrics(overall: SourceScore, by_source: dict[str, SourceScore], name: str =
 
 
 def rates(overall: SourceScore, by_source: dict[str, SourceScore], name: str) -> dict[str, float]:
-    """Those of the `metrics` of a set that grow as the model gets better."""
+    """Return the subset of `metrics` that grows as the model gets better."""
     at, of_source = ("", f"{TEST}/") if name == TEST else (f"{name}/", f"{name}/source/")
     return {
         f"{name}/pass_rate": overall.pass_rate,
@@ -76,7 +82,7 @@ def rates(overall: SourceScore, by_source: dict[str, SourceScore], name: str) ->
 
 
 def rate_names(questions: QuestionSet, samples: int, name: str) -> list[str]:
-    """The names of the `rates` of a set, before anything is asked."""
+    """Return the names of the `rates` of a set, without evaluating."""
     verdicts: list[Verdict] = []
     for one in (*questions, *questions.left_out):
         verdicts += unasked(one.source, _key(one), samples)
@@ -93,13 +99,13 @@ def _key(question: Question) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation of a run.
+    """Best evaluation of a run.
 
     Attributes:
-        metric: the number that decides, by its name in metrics.jsonl.
-        value: of that number.
-        step: training steps before it.
-        since: evaluations after it; none of them was better.
+        metric: name in metrics.jsonl of the metric to maximize.
+        value: its value.
+        step: training step of the evaluation.
+        since: number of later evaluations.
     """
 
     metric: str
@@ -108,43 +114,43 @@ class Best:
     since: int = 0
 
 
-class Course:
-    """The evaluations of a run; on every rank the same.
+class Evaluator:
+    """Runs the evaluations of a run and keeps their results, the same on every rank.
 
     Args:
-        config: of the run.
-        questions: of each of its `held_out_sets`.
-        answerer: generates and grades.
+        config: configuration of the run.
+        questions: questions of each of its `held_out_sets`.
+        rollout_worker: generates and grades.
 
     Attributes:
-        first: numbers of the evaluation before the first step; empty: there was none.
-        latest: numbers of the latest evaluation; empty: there was none.
-        best: the best evaluation by checkpoint.best; None: there is none yet.
+        first: metrics of the evaluation before the first step; empty: there was none.
+        latest: metrics of the latest evaluation; empty: there was none.
+        best: best evaluation by checkpoint.best; None: there is none yet.
     """
 
-    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], answerer: Answerer) -> None:
+    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], rollout_worker: RolloutWorker) -> None:
         self.config = config
         self.sets = held_out_sets(config)
         self.questions = questions
-        self.answerer = answerer
-        self.stop = Stops(config.rollout.stop, answerer.decode)
+        self.rollout_worker = rollout_worker
+        self.stop = Stops(config.rollout.stop, rollout_worker.decode)
         self.first: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.best: Best | None = None
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[str]]:
-        """Ask all sets after so many training steps; all ranks call it together.
+        """Evaluate all sets after `step` training steps; a collective call.
 
         Returns:
-            the numbers for metrics.jsonl, and a sentence about each set.
+            the metrics for metrics.jsonl, and a sentence about each set.
         """
-        start, tokens = time.perf_counter(), self.answerer.tokens
+        start, tokens = time.perf_counter(), self.rollout_worker.tokens
         found: dict[str, float] = {"step": step}
         sentences = []
         for name, asked in self.sets.items():
             purpose = "evaluation" if name == TEST else f"evaluation of {name}"
             overall, by_source = evaluate(
-                self.answerer,
+                self.rollout_worker,
                 self.questions[name],
                 asked.samples,
                 Sampling(
@@ -159,7 +165,10 @@ class Course:
             found |= metrics(overall, by_source, name)
             sentences.append(_sentence(name, step, overall))
         self._take(found)
-        cost = {"tokens/evaluation": self.answerer.tokens - tokens, "seconds/evaluation": time.perf_counter() - start}
+        cost = {
+            "tokens/evaluation": self.rollout_worker.tokens - tokens,
+            "seconds/evaluation": time.perf_counter() - start,
+        }
         return {**found, **cost}, sentences
 
     def _take(self, found: dict[str, float]) -> None:
@@ -174,28 +183,28 @@ class Course:
             self.best = replace(self.best, since=self.best.since + 1)
 
     def is_due(self, step: int) -> bool:
-        """Whether the final evaluation is still to be made after so many steps."""
+        """True if there are held-out sets and they were not evaluated after this step."""
         return bool(self.sets) and self.latest.get("step") != step
 
     @property
     def improved(self) -> bool:
-        """Whether the latest evaluation is the best one."""
+        """True if the latest evaluation is the best one."""
         return self.best is not None and self.best.step == self.latest.get("step")
 
     @property
     def exhausted(self) -> bool:
-        """Whether evaluation.patience is at its end."""
+        """True if `evaluation.patience` evaluations have not improved on the best one."""
         patience = self.config.evaluation.patience
         return patience is not None and self.best is not None and self.best.since >= patience
 
     def verdict(self) -> str:
-        """Which evaluation was the best one; empty where nothing decides that."""
+        """Return a sentence about the best evaluation; empty without checkpoint.best."""
         if self.best is None:
             return ""
         return f"best {self.best.metric}: {self.best.value:.3f} after {self.best.step} steps"
 
     def changes(self) -> list[str]:
-        """Pass@1 of each set before training and at the latest evaluation, in words."""
+        """Return a line per set with Pass@1 before training and at the latest evaluation."""
         lines = []
         for name in self.sets:
             before, after = (found.get(f"{name}/pass_rate") for found in (self.first, self.latest))
@@ -204,22 +213,22 @@ class Course:
         return lines
 
     def state(self) -> dict[str, Any]:
-        """Plain values that `restore` takes."""
+        """Return plain values for `restore`."""
         first, latest = ({k: v for k, v in of.items() if not math.isnan(v)} for of in (self.first, self.latest))
         return {"first": first, "latest": latest, "best": asdict(self.best) if self.best else None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; what was best by another number than checkpoint.best is forgotten."""
+        """Restore a `state`; a best evaluation by another metric than checkpoint.best is dropped."""
         self.first, self.latest = state["first"], state["latest"]
         best = Best(**state["best"]) if state["best"] else None
         self.best = best if best and best.metric == self.config.checkpoint.best else None
 
 
 def check_best(config: Config, questions: Mapping[str, QuestionSet]) -> None:
-    """Whether the evaluations of a run have the number that checkpoint.best names.
+    """Check that the evaluations of a run have the metric that checkpoint.best names.
 
     Raises:
-        ConfigError: they have not; the message names those that they have.
+        ConfigError: they do not; the message lists their metrics.
     """
     best = config.checkpoint.best
     if best is None:

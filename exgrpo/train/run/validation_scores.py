@@ -1,4 +1,4 @@
-"""Pass@1, avg@k, unbiased pass@k and distinct right answers at k, with their uncertainty, and what answers lack."""
+"""Pass@1, avg@k, unbiased pass@k and distinct@k with their uncertainty, and fractions of malformed answers."""
 
 import math
 from collections import Counter
@@ -14,23 +14,29 @@ Z = NormalDist().inv_cdf(0.975)
 
 
 class Verdict(NamedTuple):
-    """What is known of an answer."""
+    """Graded answer of an evaluation.
+
+    Attributes:
+        source: data source of the question.
+        question: `question_key` of the question.
+        right: True if its reward counts as success.
+        finished: False: it was cut at the length limit; None: the question was not asked, as in `unasked`.
+        formed: True if it has the form that the reward needs; None: the reward has no such check.
+        found: True if the reward finds any answer in it; None: the reward has no such check.
+        key: key of its solution, as in `Grades`; right answers to a question without keys count as one solution.
+    """
 
     source: str
     question: str
     right: bool
     finished: bool | None = True
-    """False: it was cut at the length limit; None: the question was not asked, see `unasked`."""
     formed: bool | None = None
-    """Whether it has the form that the reward needs; None: the reward cannot tell."""
     found: bool | None = None
-    """Whether the reward finds any answer in it; None: the reward cannot tell."""
     key: int = 0
-    """Of its solution, as in `Grades`; right answers to a question without a key count as one solution."""
 
 
 def unasked(source: str, question: str, answers: int) -> list[Verdict]:
-    """The answers that a row would have got which was left out, for its prompt is too long: so many wrong ones."""
+    """Return wrong answers for a question that was left out because its prompt is too long."""
     return [Verdict(source, question, False, finished=None)] * answers
 
 
@@ -39,19 +45,19 @@ class SourceScore:
     """Scores of one data source.
 
     Attributes:
-        questions: different questions, those that were left out included.
-        answers: answers to them; a question that was left out has as many wrong ones as it would have been asked for.
+        questions: number of different questions, left-out ones included.
+        answers: number of answers; left-out questions count with as many wrong ones as the others have.
         pass_rate: mean over questions of the fraction of right answers: Pass@1, and avg@k with k answers each.
-        standard_error: of pass_rate, over questions; None of one question.
+        standard_error: standard error of pass_rate over questions; None for one question.
         low, high: 95 % confidence interval of pass_rate: Wilson's, with the effective number of answers.
-        pass_at: for k = 2, 4, 8, ... up to the answers every question has, the probability that one of k is right.
-        pass_at_error: standard error of each, over questions; None of one question.
+        pass_at: for k = 2, 4, 8, ... up to the smallest number of answers, the probability that one of k is right.
+        pass_at_error: standard error of each over questions; None for one question.
         distinct_at: for the same k, the expected number of different solutions among the right ones of k answers.
-        distinct_at_error: standard error of each, over questions; None of one question.
-        left_out: those of the questions that were not asked, for their prompts are too long.
-        truncated: fraction of the given answers that were cut at the length limit; None where there are none.
-        without_form: fraction of the given answers without the form that the reward needs; None where it cannot tell.
-        without_answer: fraction of the given answers in which the reward finds no answer; None where it cannot tell.
+        distinct_at_error: standard error of each over questions; None for one question.
+        left_out: number of questions left out because their prompts are too long.
+        truncated: fraction of generated answers that were cut at the length limit; None without answers.
+        without_form: fraction of generated answers without the form that the reward needs; None without such a check.
+        without_answer: fraction of generated answers in which the reward finds no answer; None without such a check.
     """
 
     questions: int
@@ -71,28 +77,28 @@ class SourceScore:
 
 
 def question_key(text: str, gold: str) -> str:
-    """What rows of one source have in common that ask the same question."""
+    """Return a key that is equal for rows with the same question and gold answer."""
     return f"{text}\0{gold}"
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k answers is right, from `right` of `samples`.
+    """Estimate without bias the probability that at least one of k answers is right, from `right` of `samples`.
 
-    1 - C(samples - right, k) / C(samples, k): the fraction of the k-subsets of the answers that hold a right one.
+    1 - C(samples - right, k) / C(samples, k): the fraction of the k-subsets of answers with a right one.
     """
     return distinct_at_k(samples, [right], k)
 
 
 def distinct_at_k(samples: int, right: Iterable[int], k: int) -> float:
-    """Unbiased estimate of the number of different solutions among the right ones of k answers.
+    """Estimate without bias the number of different solutions among the right ones of k answers.
 
-    Each solution counts 1 - C(samples - c, k) / C(samples, k), the fraction of the k-subsets of the answers that hold
-    one of its c answers.
+    Each solution counts 1 - C(samples - c, k) / C(samples, k), the fraction of the k-subsets of answers with one of its
+    c answers.
 
     Args:
-        samples: answers to the question.
-        right: of each solution, how many right answers give it.
-        k: answers that are drawn without replacement.
+        samples: number of answers to the question.
+        right: number of right answers with each solution.
+        k: number of answers drawn without replacement.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k: {k} is not between 1 and the {samples} answers")
@@ -100,7 +106,7 @@ def distinct_at_k(samples: int, right: Iterable[int], k: int) -> float:
 
 
 def wilson(rate: float, count: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a rate among `count` > 0 answers, which need not be a whole number."""
+    """Return Wilson's 95 % interval of a rate among `count` > 0 answers, which need not be an integer."""
     centre = rate + Z**2 / (2 * count)
     half = Z * math.sqrt(rate * (1 - rate) / count + (Z / (2 * count)) ** 2)
     scale = 1 + Z**2 / count
@@ -109,16 +115,15 @@ def wilson(rate: float, count: float) -> tuple[float, float]:
 
 
 def effective_count(rates: npt.NDArray[np.float64], answers: int) -> float:
-    """How many independent answers tell as much about Pass@1 as these questions do.
+    """Return the number of independent answers with the same information about Pass@1.
 
-    That is the n whose binomial variance p (1 - p) / n equals the squared standard error over questions. Answers to one
-    question resemble one another, so n lies between the number of questions, where they are all alike, and that of
-    answers, where they are independent. Where all answers are right or all are wrong, their spread says nothing, and
-    the lower bound is taken.
+    This is the n whose binomial variance p (1 - p) / n equals the squared standard error over questions. Answers to one
+    question are correlated, so n lies between the number of questions (all alike) and that of answers (independent). If
+    all answers are right or all are wrong, the spread has no information, and n is the lower bound.
 
     Args:
         rates: [Q] fraction of right answers to each question.
-        answers: to all questions.
+        answers: number of answers to all questions.
     """
     questions, rate = len(rates), float(rates.mean())
     if questions == 1 or rate in (0.0, 1.0):
@@ -128,9 +133,9 @@ def effective_count(rates: npt.NDArray[np.float64], answers: int) -> float:
 
 
 def score_source(verdicts: Sequence[Verdict]) -> SourceScore:
-    """The scores of one source, whose answers all come here; there is at least one.
+    """Score all answers of one source, of which there is at least one.
 
-    Rows that ask the same question, as in files that repeat each row 32 times, count as one question with more answers.
+    Rows with the same question, as in files that repeat each row 32 times, count as one question with more answers.
     """
     samples = Counter(verdict.question for verdict in verdicts)
     solutions: dict[str, Counter[int]] = {question: Counter() for question in samples}
@@ -163,18 +168,18 @@ def score_source(verdicts: Sequence[Verdict]) -> SourceScore:
 
 
 def _error(values: npt.NDArray[np.float64]) -> float | None:
-    """The standard error of a mean over questions; None of one question."""
+    """Return the standard error of a mean over questions; None for one question."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _lacking(having: Sequence[bool | None]) -> float | None:
-    """The fraction of answers that lack something; None where there are none, or nobody knows."""
+    """Return the fraction of False among values that are not None; None if there are none."""
     known = [one for one in having if one is not None]
     return 1 - sum(known) / len(known) if known else None
 
 
 def score(verdicts: Iterable[Verdict]) -> dict[str, SourceScore]:
-    """Scores by source, in the order of their names."""
+    """Score answers by source, sorted by name."""
     of_source: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         of_source.setdefault(verdict.source, []).append(verdict)
@@ -182,10 +187,10 @@ def score(verdicts: Iterable[Verdict]) -> dict[str, SourceScore]:
 
 
 def score_all(verdicts: Iterable[Verdict]) -> SourceScore:
-    """The scores over the questions of all sources together."""
+    """Score the questions of all sources together."""
     return score_source([verdict._replace(question=f"{verdict.source}\0{verdict.question}") for verdict in verdicts])
 
 
 def average(scores: dict[str, SourceScore]) -> float:
-    """The plain mean of Pass@1 over sources, as the paper averages its benchmarks."""
+    """Return the unweighted mean of Pass@1 over sources, as the paper averages its benchmarks."""
     return float(np.mean([source.pass_rate for source in scores.values()]))

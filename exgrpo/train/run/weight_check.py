@@ -1,4 +1,4 @@
-"""Do the rollout engine and the trainer compute the same policy?"""
+"""Check that the rollout engine and the trainer compute the same log-probs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect
 
-# Mean absolute difference of token log-probs. Two right fp32 paths differ by about 1e-6, two bf16 ones by about 1e-2
-# (their logits are rounded to 8 bits of mantissa) and two fp16 ones by an eighth of that (11 bits); a weight that did
-# not arrive costs tenths and more.
+# Mean absolute difference of token log-probs. Two correct fp32 paths differ by about 1e-6, two bf16 ones by about 1e-2
+# (their logits are rounded to 8 bits of mantissa) and two fp16 ones by an eighth of that (11 bits); a missing weight
+# causes tenths and more.
 TOLERANCE = {"fp32": 1e-3, "bf16": 6e-2, "fp16": 1e-2}
 SHOWN_NAMES = 8
 
@@ -30,25 +30,25 @@ def check_engine(
     seed: int,
     cut: Mapping[str, Any] | None = None,
 ) -> float:
-    """Generate a few answers and score them with the trainer, over the words that they were drawn from.
+    """Generate a few answers and compare their log-probs with the trainer's, over the same allowed tokens.
 
     Args:
-        policy: of the trainer.
-        engine: asleep.
-        prompts: each gets two answers.
-        dtype: of both.
-        max_tokens: of an answer.
-        seed: of the run.
-        cut: `RolloutConfig.cut` of the run; None: answers are drawn from all words.
+        policy: the trainer's policy.
+        engine: the rollout engine, asleep.
+        prompts: prompts with two answers each.
+        dtype: dtype of both.
+        max_tokens: maximum length of an answer.
+        seed: seed of the run.
+        cut: `RolloutConfig.cut` of the run; None: sample from the full vocabulary.
 
     Returns:
         the mean absolute difference of token log-probs over all ranks.
 
     Raises:
-        RolloutError: on every rank, where the engine of one does not generate.
-        ModelError: on every rank, where the model has activations beyond the range of fp16.
-        WeightMismatchError: on every rank, where it exceeds the tolerance of the dtype; it names the weights that
-            differ, as far as the engine can tell.
+        RolloutError: on every rank, if the engine of one fails.
+        ModelError: on every rank, if activations exceed the range of fp16.
+        WeightMismatchError: on every rank, if the difference exceeds the tolerance of the dtype; the message names the
+            weights that differ, as far as the engine can detect.
     """
     world = policy.world
     if dtype == "fp16":
@@ -59,17 +59,17 @@ def check_engine(
     requests = [Request(prompt, 2, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     answers = agree(world, lambda: collect(requests, engine.generate(requests)))
     engine.sleep()
-    engine.counts()  # what the check has read is not for the next step to count
+    engine.counts()  # reset: the next step must not count the check's tokens
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
     batch = StepBatch.of_answers([prompt for prompt, _ in everything], [r for _, r in everything])
     gaps = np.abs(policy.score(batch, sampling.temperature).log_prob - batch.engine_log_prob)
     gap = float(gaps[batch.by_token(np.array([r.log_prob is not None for _, r in everything]))].mean())
     if not gap <= TOLERANCE[dtype]:
-        engine.wake()  # asleep, it may have no weights
+        engine.wake()  # an engine may drop its weights in sleep
         differing = world.gather(engine.differing(policy.weights()))
         raise WeightMismatchError(
-            f"the rollout engine's log-probs differ from the trainer's by {gap:.2e} on average; two right {dtype} "
+            f"the rollout engine's log-probs differ from the trainer's by {gap:.2e} on average; two correct {dtype} "
             f"paths differ by less than {TOLERANCE[dtype]:.0e}. {_cause(differing)}: rollouts would come from "
             "another policy"
         )
@@ -77,10 +77,10 @@ def check_engine(
 
 
 def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
-    """Whether the log-probs of prompts that follow themselves are numbers: no engine could sample from others.
+    """Check that the log-probs of prompts, scored as answers to themselves, are finite.
 
     Raises:
-        ModelError: they are not.
+        ModelError: they are not, so no engine can sample.
     """
     batch = StepBatch.of_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
     if not np.isfinite(policy.score(batch, 1.0).log_prob).all():
@@ -91,7 +91,7 @@ def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
 
 
 def _cause(differing: Sequence[Sequence[str]]) -> str:
-    """What may be wrong, from the names of the weights in which each rank's engine differs."""
+    """Return the probable cause, given the names of the weights that differ on each rank."""
     names = list(dict.fromkeys(name for of_rank in differing for name in of_rank))
     if not names:
         return (

@@ -15,7 +15,7 @@ from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate
 from exgrpo.train.run.validation_scores import Verdict, average, score, score_all
-from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, marked, question_set
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, marked, question_set, rollout_worker
 
 PLAIN = RewardConfig(function="tests.train.fakes:marked")
 """Has no functions beside it."""
@@ -58,7 +58,7 @@ def test_scores_are_means_over_questions(questions):
 def test_in_training_all_questions_count_alike():
     skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
     overall, by_source = evaluate(
-        answerer(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, reward=PLAIN
+        rollout_worker(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, reward=PLAIN
     )
     assert overall.pass_rate == 0.5
     assert overall.pass_at == {2: 0.75}
@@ -69,7 +69,7 @@ def test_in_training_all_questions_count_alike():
 
 @pytest.mark.parametrize(("success", "pass_rate"), [(0.4, 1.0), (0.9, 0.5), (1.0, 0.0)])
 def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
-    asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0}))
+    asked = rollout_worker(ScriptedEngine({0: 1.0, 1: 0.0}))
     asked.grader = ScriptedGrader(lambda text: 0.9 if marked(text) else 0.5)
     reward = PLAIN.model_copy(update={"success": success})
     overall, _ = evaluate(asked, question_set(2), 2, Sampling(8), seed=0, reward=reward)
@@ -82,7 +82,7 @@ def test_in_training_questions_that_were_left_out_are_wrong():
         dataclasses.replace(q, text=f"long {q.index}", source=s) for q, s in zip(asked, "abb", strict=True)
     )
     overall, by_source = evaluate(
-        answerer(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
+        rollout_worker(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
         QuestionSet(asked.questions, left_out),
         2,
         Sampling(8),

@@ -23,7 +23,7 @@ from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.run.validation import evaluate, metrics
 from exgrpo.train.run.validation_scores import Verdict, effective_count, score, score_all, unasked, wilson
-from tests.train.fakes import ScriptedEngine, answerer, question_set
+from tests.train.fakes import ScriptedEngine, question_set, rollout_worker
 from tests.train.metrics.test_training_numbers import documented
 
 
@@ -120,7 +120,7 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
         "def score_form(response, gold):\n    return float(response.split()[1] == '7')\n"
     )
     reward = RewardConfig(function=f"{tmp_path}/reward.py:score", workers=1)
-    asked = answerer(ScriptedEngine({0: 1.0, 1: 0.0, 2: 0.5}))
+    asked = rollout_worker(ScriptedEngine({0: 1.0, 1: 0.0, 2: 0.5}))
     overall, by_source = evaluate(asked, question_set(3), 2, Sampling(8), seed=0, reward=reward)
     assert (overall.truncated, overall.without_form, overall.without_answer) == (0.0, 0.5, None)
     numbers = metrics(overall, by_source)

@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay.table import OF_ORIGIN
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from exgrpo.train.run.traces import read_traces
 from exgrpo.train.trainer import Trainer
@@ -56,10 +56,10 @@ class Recording(RecordingPolicy):
 
 
 def trainer_of(of_run, questions, encoding) -> Trainer:
-    answerer = Answerer(
+    rollout_worker = RolloutWorker(
         ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.tokenizer.decode, LoneWorld()
     )
-    return Trainer(of_run, questions, Recording(), answerer)
+    return Trainer(of_run, questions, Recording(), rollout_worker)
 
 
 def begin(source, count: int = 8, **values):
@@ -169,8 +169,8 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
-    answerer = Answerer(ScriptedEngine({}), ScriptedGrader(), encoding.tokenizer.decode, ALONE)
-    trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), answerer)
+    rollout_worker = RolloutWorker(ScriptedEngine({}), ScriptedGrader(), encoding.tokenizer.decode, ALONE)
+    trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), rollout_worker)
     run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
     assert f"; {len(some())} with log-probs" in str(start_experience(run, encoding))
     assert sum(one.kept is not None for one in stored(trainer)) == (1 if cuts else 0)

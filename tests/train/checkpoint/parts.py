@@ -3,7 +3,7 @@
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, answerer, question_set
+from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, question_set, rollout_worker
 
 
 class SavingPolicy(RecordingPolicy):
@@ -29,7 +29,7 @@ def make_trainer() -> Trainer:
             "experience": {"start_pass_rate": 0.0},
         }
     )
-    return Trainer(config, question_set(24), SavingPolicy(), answerer(ScriptedEngine(skill)))
+    return Trainer(config, question_set(24), SavingPolicy(), rollout_worker(ScriptedEngine(skill)))
 
 
 def checkpoints(folder, *, keep=2, fingerprint="data", config=None) -> Checkpoints:

@@ -17,7 +17,7 @@ DAMAGES = {
     "is damaged: it has 0 bytes": lambda path: path.write_bytes(b""),
     "is missing": lambda path: path.unlink(),
     # All its checksums may be right: the files of both steps can have the same sizes.
-    "is damaged: it is that of step 4": lambda path: shutil.copyfile(
+    "is damaged: it belongs to step 4": lambda path: shutil.copyfile(
         path.parents[1] / "step_00000004" / path.name, path
     ),
 }
@@ -29,7 +29,7 @@ DAMAGES = {
         *((name, "is damaged") for name in ("policy/version", "manifest.json", "arrays")),
         *((name, "is missing") for name in ("policy/version", "manifest.json", "arrays")),
         *((name, "is damaged: it has 0 bytes") for name in ("policy/version", "arrays")),
-        ("manifest.json", "is damaged: it is that of step 4"),
+        ("manifest.json", "is damaged: it belongs to step 4"),
     ],
 )
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, caplog, name, damage):

@@ -9,9 +9,10 @@ import pytest
 
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config, ExperienceConfig, held_out_sets
-from exgrpo.train.config.recipe import IN_RECIPES, load_recipe, parse_args, read_recipe, to_yaml
+from exgrpo.train.config.recipe import IN_RECIPES, load_recipe, parse_args, read_recipe, to_yaml, validate_stored
 from exgrpo.train.config.section import flat, known_keys
 from exgrpo.train.reward.names import resolve_reward, reward_of
+from tests.train.configs import configured
 
 
 def write(folder: Path, text: str) -> Path:
@@ -215,3 +216,9 @@ def test_help_explains_every_field_of_a_command_line_with_its_default(capsys, mo
     for key in leaves:
         assert f"--{key}" in shown
     assert shown.count("(default:") >= len(leaves)
+
+
+def test_an_option_that_was_stored_under_its_old_name_keeps_its_value():
+    stored = configured().model_dump()
+    stored["output"]["stories"] = stored["output"].pop("tracked_questions") + 3
+    assert validate_stored(stored, "test").output.tracked_questions == 7

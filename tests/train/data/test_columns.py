@@ -16,7 +16,7 @@ from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import contradictions, load_questions, question_set
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
 
@@ -79,7 +79,7 @@ def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path):
     (tmp_path / "rows").mkdir()
     values = {"data": {"train": write(tmp_path / "rows", "jsonl", ROWS), "test": None, "train_limit": None}}
     with ExitStack() as resources:
-        found = look(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
+        found = check_startup(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
         grading = found.grader.begin()
         for row in found.train[0]:
             assert "huge" not in row.columns
@@ -87,7 +87,7 @@ def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path):
         assert grading.finish().reward == (0.0, 2.0, 2.0)
         values["data"]["train"] = write(tmp_path / "rows", "jsonl", [{"question": "q", "answer": "1"}])
         with pytest.raises(DataError, match="line 1: has no column 'level', which the reward '.*mine.py:score' takes"):
-            look(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
+            check_startup(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
@@ -134,12 +134,12 @@ def test_a_run_and_its_evaluation_read_columns_by_their_names(tmp_path):
     recipe.write_text(json.dumps({"policy.path": "builtin:arithmetic", "data": of_data}))
     config = parse_args(["--recipe", str(recipe), "--data.columns", "question", "Q", "answer", "A"])
     with ExitStack() as resources:
-        found = look(config, resources)
+        found = check_startup(config, resources)
     assert [[row.gold for row in rows] for rows in found.train[:2]] == [["7"], ["7"]]
     assert [row.question for row in found.held_out["test"][0]] == ["p0"]
     named = ["--data.columns", "question", "Q", "answer", "A"]
     asked = parse_options(["builtin:arithmetic", "--recipe", str(recipe), "--data.test", a, *named])
-    evaluate.look(asked)
+    evaluate.check_startup(asked)
     (question,), _ = load(asked, TOKENIZER, progress=False)
     assert question.gold == "7"
     with pytest.raises(ConfigError, match=r"data.columns"):

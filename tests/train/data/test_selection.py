@@ -10,7 +10,7 @@ import pytest
 from exgrpo.tools import dry_run
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.data.distinct import canonical
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -25,12 +25,12 @@ def asked(question, answer="1", **more):
     return {"question": question, "answer": answer, **more}
 
 
-def early(train, test=None, *, reward="math_no_think", **data):
-    """What the first look finds, and its lines of a dry run."""
+def checked(train, test=None, *, reward="math_no_think", **data):
+    """What the startup checks find, and its lines of a dry run."""
     values = {"train": train, "test": test, "train_limit": None, "test_limit": None, **data}
     config = configured({"data": values, "reward": {"function": reward, "workers": 1}})
     with ExitStack() as resources:
-        found = look(config, resources)
+        found = check_startup(config, resources)
         return found, dry_run.plan(config, found, None, 1)
 
 
@@ -48,7 +48,7 @@ def test_rows_whose_gold_answer_cannot_be_earned_are_told_and_left_out(tmp_path,
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         write(path, *rows)
-    found, plan = early(str(path))
+    found, plan = checked(str(path))
     assert questions(found) == [[("a", "1"), ("g", "5")]]
     place = f"{path} {'row' if suffix == 'parquet' else 'line'} 2"
     line = (
@@ -57,7 +57,7 @@ def test_rows_whose_gold_answer_cannot_be_earned_are_told_and_left_out(tmp_path,
     )
     assert found.notes == (line,)
     assert line in plan
-    kept, plan = early(str(path), keep_unreadable=True)
+    kept, plan = checked(str(path), keep_unreadable=True)
     assert len(kept.train[0]) == 7
     assert kept.notes == (
         line.replace("their rows are left out; --data.keep_unreadable True trains on them", "they are trained on"),
@@ -66,7 +66,7 @@ def test_rows_whose_gold_answer_cannot_be_earned_are_told_and_left_out(tmp_path,
 
 def test_a_missing_gold_answer_is_told_as_such(tmp_path):
     path = write(tmp_path / "mine.jsonl", asked("a"), {"question": "b", "solution": "It is clear."})
-    found, _ = early(path)
+    found, _ = checked(path)
     assert found.notes[0].startswith(
         f"1 of 2 gold answers cannot be read or can never be earned, the first is missing in {path} line 2: "
     )
@@ -75,21 +75,21 @@ def test_a_missing_gold_answer_is_told_as_such(tmp_path):
 def test_without_a_gold_answer_there_is_nothing_to_train_on(tmp_path):
     sound, bad = write(tmp_path / "a.jsonl", asked("a")), write(tmp_path / "b.jsonl", *BAD)
     with pytest.raises(DataError, match=r"b.jsonl' has no gold answer that can be earned: 5 of 6 .*--data.columns"):
-        early([sound, bad])
-    assert [len(rows) for rows in early([sound, bad], keep_unreadable=True)[0].train] == [1, 5]
+        checked([sound, bad])
+    assert [len(rows) for rows in checked([sound, bad], keep_unreadable=True)[0].train] == [1, 5]
 
 
 def test_only_a_reward_of_its_own_knows_what_it_reads(tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, gold):\n    return 1.0\n")
     path = write(tmp_path / "mine.jsonl", asked("a"), *BAD)
-    found, _ = early(path, reward=f"{tmp_path}/mine.py:score")
+    found, _ = checked(path, reward=f"{tmp_path}/mine.py:score")
     assert [gold for _, gold in questions(found)[0]] == ["1", "proof", "\\frac{1}{2", "N/A"]
     assert found.notes[0].startswith("2 of 6 gold answers")
 
 
 def test_held_out_rows_stay_and_count_as_wrong(tmp_path):
     train, test = write(tmp_path / "a.jsonl", asked("x")), write(tmp_path / "b.jsonl", asked("a"), *BAD, asked("a"))
-    found, plan = early(train, test)
+    found, plan = checked(train, test)
     assert len(found.held_out["test"][0]) == 7
     assert found.notes == (
         f"test: 5 of 7 gold answers cannot be read or can never be earned, the first, 'proof', in {test} line 2: "
@@ -100,11 +100,11 @@ def test_held_out_rows_stay_and_count_as_wrong(tmp_path):
 
 def test_rows_that_ask_the_same_are_one_question(tmp_path):
     rows = [asked(f"q{i}", str(i), level=j) for j in range(20) for i in range(20)]
-    found, plan = early(write(tmp_path / "mine.jsonl", *rows))
+    found, plan = checked(write(tmp_path / "mine.jsonl", *rows))
     assert questions(found) == [[(f"q{i}", str(i)) for i in range(20)]]
     assert found.counted == "400 rows, "
     assert any("there are 400 rows, 20 questions, before over-long ones are left out" in line for line in plan)
-    once, _ = early(write(tmp_path / "once.jsonl", *rows[:20]))
+    once, _ = checked(write(tmp_path / "once.jsonl", *rows[:20]))
     assert (once.counted, once.notes, found.notes) == ("", (), ())
 
 
@@ -122,12 +122,12 @@ def test_what_differs_in_turns_system_message_gold_answer_or_a_column_that_is_ta
     path = write(tmp_path / "mine.jsonl", *rows, *rows)
 
     def golds(**options):
-        return [(len(row.turns), row.system, row.gold) for row in early(path, **options)[0].train[0]]
+        return [(len(row.turns), row.system, row.gold) for row in checked(path, **options)[0].train[0]]
 
     assert golds() == [(0, None, "1"), (2, None, "1"), (0, None, "2")]
     assert golds(keep_system=True) == [(0, None, "1"), (2, None, "1"), (0, "Be brief.", "1"), (0, None, "2")]
     (tmp_path / "mine.py").write_text("def score(response, gold, *, tests=None):\n    return 1.0\n")
-    (of_tests,) = early(path, reward=f"{tmp_path}/mine.py:score")[0].train
+    (of_tests,) = checked(path, reward=f"{tmp_path}/mine.py:score")[0].train
     assert [row.columns for row in of_tests] == [{}, {}, {}, {"tests": [2]}]
 
 
@@ -137,7 +137,7 @@ def test_a_question_of_two_sources_belongs_to_the_first_unless_they_ask_in_anoth
     c = write(tmp_path / "c.jsonl", asked("r"), asked("p"))
 
     def of_sources(*sources, **options):
-        found, plan = early(list(sources), **options)
+        found, plan = checked(list(sources), **options)
         texts = [[row.question for row in rows] for rows in found.questions]
         assert any(f"there are {found.counted}{sum(map(len, texts))} questions" in line for line in plan)
         return texts, found.counted
@@ -150,18 +150,20 @@ def test_a_question_of_two_sources_belongs_to_the_first_unless_they_ask_in_anoth
     with pytest.raises(
         DataError, match=r"train_weights: all questions of '.*c.jsonl' are among those of the sources be"
     ):
-        early([a, b, c], train_weights=[1, 2, 3])
+        checked([a, b, c], train_weights=[1, 2, 3])
 
 
 def test_training_questions_among_the_held_out_ones_are_counted(tmp_path):
     train = write(tmp_path / "a.jsonl", asked("p"), asked("q  r"), asked("s"), asked("q  r"))
     test = write(tmp_path / "b.jsonl", asked("q r", "7"), asked("s"), asked("t"))
-    found, plan = early(train, test)
+    found, plan = checked(train, test)
     line = "2 training questions are among the held-out ones of test, the first 'q  r': "
     assert found.notes[0].startswith(line)
     assert found.notes[0] in plan
-    assert early(train, write(tmp_path / "c.jsonl", asked("s")))[0].notes[0].startswith("1 training question is among")
-    assert early(train, write(tmp_path / "d.jsonl", asked("t")))[0].notes == ()
+    assert (
+        checked(train, write(tmp_path / "c.jsonl", asked("s")))[0].notes[0].startswith("1 training question is among")
+    )
+    assert checked(train, write(tmp_path / "d.jsonl", asked("t")))[0].notes == ()
 
 
 def test_columns_are_compared_by_their_values():

@@ -17,7 +17,7 @@ from exgrpo.train.data import tasks
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.data.test_questions import TOKENIZER
 
@@ -149,7 +149,7 @@ def test_a_source_may_have_a_reward_a_prompt_format_and_stop_strings_of_its_own(
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
     with ExitStack() as resources:
-        a, b = (row for (row,) in look(config, resources).train)
+        a, b = (row for (row,) in check_startup(config, resources).train)
         assert [(row.reward, row.columns) for row in (a, b)] == [("", {}), (mine, {"level": 3})]
     for options in (config.data, of_evaluation([tmp_path / "config.yaml"]).data):
         texts = [PromptFormat.of_source(source, options).prompt_format for source in config.data.train]
@@ -177,7 +177,7 @@ def test_the_reward_for_all_questions_is_that_of_every_source(tmp_path):
     config = of_two(tmp_path, ("b", {"reward": f"{tmp_path}/mine.py:score"}))
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "math"})})
     with ExitStack() as resources:
-        assert all(row.columns == {} for (row,) in look(config, resources).train)
+        assert all(row.columns == {} for (row,) in check_startup(config, resources).train)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_reward_for_all_questions_is_that_of_every_source(tmp_path):
 )
 def test_settings_of_sources_that_cannot_be(tmp_path, settings, message):
     with pytest.raises(ExgrpoError, match=message), ExitStack() as resources:
-        look(of_two(tmp_path, *settings), resources)
+        check_startup(of_two(tmp_path, *settings), resources)
 
 
 @pytest.mark.parametrize("option", ["data.sources", "evaluation.sets", "evaluation.sets.hard.samples"])
@@ -206,7 +206,7 @@ def test_the_grader_of_a_run_has_the_rewards_of_all_its_questions(tmp_path):
     (tmp_path / "mine.jsonl").write_text('{"question": "q", "answer": "4"}\n')
     sources = {"train": ["builtin:arithmetic", str(tmp_path / "mine.jsonl")], "train_limit": 3, "test": None}
     with ExitStack() as resources:
-        found = look(configured({"data": sources}), resources)
+        found = check_startup(configured({"data": sources}), resources)
         assert [len(rows) for rows in found.train] == [3, 1]
         grading = found.grader.begin()
         for reward in ("math", "math_no_think"):

@@ -8,13 +8,13 @@ import pytest
 
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.metrics.log_files import SAMPLES
-from exgrpo.train.metrics.samples import Followed, Sample, SampledAnswer, read_samples, spread, to_line
+from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, read_samples, spread, to_line
 from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
 from exgrpo.train.run.recorder import Recorder
 from tests.train.trainers import half, make
 
 STEPS = 12
-OUTPUT = {"trackers": (), "sample_groups": 2, "stories": 3}
+OUTPUT = {"trackers": (), "sample_groups": 2, "tracked_questions": 3}
 
 
 def recorder(trainer, folder, resources, position=None):
@@ -35,23 +35,23 @@ def written(folder, trainer, of_steps):
     return list(read_samples(folder / SAMPLES))
 
 
-@pytest.mark.parametrize(("groups", "stories"), [(2, 3), (1, 1), (2, 0), (0, 3), (6, 8)])
+@pytest.mark.parametrize(("groups", "tracked"), [(2, 3), (1, 1), (2, 0), (0, 3), (6, 8)])
 def test_every_group_of_a_followed_question_is_written_and_no_other_beside_those_that_are_shown(
-    tmp_path, groups, stories
+    tmp_path, groups, tracked
 ):
-    trainer, of_steps = results(sample_groups=groups, stories=stories)
+    trainer, of_steps = results(sample_groups=groups, tracked_questions=tracked)
     samples = written(tmp_path, trainer, of_steps)
     followed, expected = [], []
     for step, result in enumerate(of_steps, start=1):
         count, questions = result.batch.groups, result.batch.question.tolist()
         shown = {0, count - 1} if groups == 2 else set(range(min(groups, count)))
         for i in sorted(shown):
-            if len(followed) < stories and questions[i] not in followed:
+            if len(followed) < tracked and questions[i] not in followed:
                 followed.append(questions[i])
         chosen = [i for i in range(count) if i in shown or questions[i] in followed]
         expected += [(step, questions[i], questions[i] in followed) for i in chosen]
     assert [(one.step, one.question, one.followed) for one in samples] == expected
-    assert len(followed) == (min(stories, 8) if groups else 0)
+    assert len(followed) == (min(tracked, 8) if groups else 0)
 
 
 def test_a_group_is_written_as_the_step_had_it(tmp_path):
@@ -112,7 +112,7 @@ def test_positions_are_spread_from_the_first_to_the_last(groups, count, expected
 
 
 def test_a_question_that_comes_twice_in_a_step_is_followed_in_both_groups():
-    followed = Followed(1)
+    followed = TrackedQuestions(1)
     assert followed.choose([7, 3, 7], [0]) == [0, 2]
     assert followed.choose([3, 4, 7], [1]) == [1, 2]
 

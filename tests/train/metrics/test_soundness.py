@@ -8,7 +8,7 @@ import pytest
 
 from exgrpo.train.common.records import Counts, EngineCounts, Failure
 from exgrpo.train.metrics.soundness import Soundness, overflowed
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from tests.train.fakes import ScriptedGrader
 from tests.train.launch import MAIN, launch
 from tests.train.run.test_run import SMALL, records
@@ -48,7 +48,7 @@ def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
     assert [soundness.observe(counts, (True,)) for counts in steps] == [None] * 3
     assert soundness.problem(steps[-1]) == (
         "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
-        "'r': KeyError: 1. Mend the function, or bear more by --reward.max_failed"
+        "'r': KeyError: 1. Fix the function, or tolerate more by --reward.max_failed"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
 def test_steps_without_an_advantage_take_no_optimiser_step_and_say_why(reward):
     """Equal rewards are no signal, whatever they are; 0.1 is no binary fraction, so its mean is a rounded one."""
     trainer = make(half(30), rollout={"samples": 7})
-    trainer.answerer.grader = ScriptedGrader(lambda text: reward)
+    trainer.rollout_worker.grader = ScriptedGrader(lambda text: reward)
     notes = {}
     for step in range(1, 10):
         if (result := trainer.step(step)) is None:
@@ -137,7 +137,9 @@ def test_a_mini_batch_without_an_advantage_is_left_out_and_counted():
 @pytest.mark.parametrize("objective", [{"train_on": "hard"}, {"overlong_filter": True}])
 def test_an_option_that_leaves_nothing_is_what_a_person_is_told_of(objective, monkeypatch):
     trainer = make(half(60), experience={"ratio": 0.0}, objective=objective)
-    monkeypatch.setattr(trainer.answerer, "join", lambda produced: cut(Answerer.join(trainer.answerer, produced)))
+    monkeypatch.setattr(
+        trainer.rollout_worker, "join", lambda produced: cut(RolloutWorker.join(trainer.rollout_worker, produced))
+    )
     notes = [note for step in range(1, 5) for note in trainer.step(step).notes]
     (note,) = notes
     options = "objective.train_on or objective.overlong_filter"

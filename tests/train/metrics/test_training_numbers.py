@@ -84,7 +84,7 @@ def test_rewards_are_told_by_data_source():
 def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
     trainer, given = make(half(20), experience={"ratio": 0.0}), []
     assert not any("part" in name for name in trainer.step(1).metrics)
-    join = trainer.answerer.join
+    join = trainer.rollout_worker.join
 
     def join_with_parts(produced):
         batch = join(produced)
@@ -92,7 +92,7 @@ def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
         batch.fill(parts=given)
         return batch
 
-    trainer.answerer.join = join_with_parts
+    trainer.rollout_worker.join = join_with_parts
     metrics = trainer.step(2).metrics
     for name in ("form", "right"):
         expected = np.mean([parts[name] for parts in given if parts])

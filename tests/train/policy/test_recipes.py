@@ -72,14 +72,14 @@ def test_stored_advantages_are_those_of_the_loss(baseline):
 def test_nothing_is_learnt_from_answers_that_were_cut(monkeypatch, minibatches):
     optimizer = {"minibatches": minibatches}
     trainer = make(half(20), objective={"overlong_filter": True}, experience={"ratio": 0}, optimizer=optimizer)
-    join = trainer.answerer.join
+    join = trainer.rollout_worker.join
 
     def cut_first(produced):
         batch = join(produced)
         batch.finished[::K] = False
         return batch
 
-    monkeypatch.setattr(trainer.answerer, "join", cut_first)
+    monkeypatch.setattr(trainer.rollout_worker, "join", cut_first)
     trainer.step(1)
     trained = np.concatenate([minibatch.rows for minibatch, _ in trainer.policy.updates])
     assert sorted(trained) == [i for i in range(6 * K) if i % K]

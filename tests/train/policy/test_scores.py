@@ -243,7 +243,7 @@ class Exact:
 @pytest.mark.parametrize(("gap", "scored"), [(0.99e-4, [2]), (1.01e-4, [2, 12])])
 def test_an_engine_with_the_trainers_arithmetic_is_believed_after_a_sample(gap, scored):
     trainer = make(half(20))
-    trainer.answerer.engine = Exact(trainer.answerer.engine, np.float32(gap))
+    trainer.rollout_worker.engine = Exact(trainer.rollout_worker.engine, np.float32(gap))
     result = trainer.step(1)
     assert passes(trainer) == scored
     assert result.metrics["mismatch/mean"] == pytest.approx(gap, rel=0.01)

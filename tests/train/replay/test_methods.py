@@ -13,7 +13,7 @@ import pytest
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.step_batch import OF_ROW, OF_TOKEN
 from exgrpo.train.replay import rules
-from exgrpo.train.run import startup_checks as early
+from exgrpo.train.run import startup_checks
 from tests.train.batches import lists, rows_of, sets
 from tests.train.configs import configured
 from tests.train.trainers import K, make, updated
@@ -136,18 +136,18 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
 def test_single_answers_need_stored_advantages(compose):
     config = configured({"experience": {"compose": compose}})
     with pytest.raises(ConfigError, match=f"{compose} trains on single stored answers.*needs experience.advantage=sto"):
-        early.check_method(config)
-    early.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
+        startup_checks.check_method(config)
+    startup_checks.check_method(configured({"experience": {"compose": compose, "advantage": "stored"}}))
 
 
 @pytest.mark.parametrize("compose", METHODS)
 def test_only_one_of_refills_and_stored_groups_fills_the_places_of_groups_without_a_gradient(compose):
     values = {"experience": {"compose": compose, "advantage": "stored"}, "rollout": {"refills": 1}}
     if compose not in ("bapo", "in_place", "buffer", "returning", "stale"):
-        early.check_method(configured(values))
+        startup_checks.check_method(configured(values))
         return
     with pytest.raises(ConfigError, match=f"experience.compose {compose} puts stored groups there: leave one of them"):
-        early.check_method(configured(values))
+        startup_checks.check_method(configured(values))
 
 
 @pytest.mark.parametrize("compose", METHODS)
@@ -167,7 +167,7 @@ def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
     """Dynamic sampling: half of the questions are all right or all wrong."""
     trainer = make(SKILL, rollout={"refills": refills}, experience={"ratio": 0.0}, optimizer={"minibatches": 1})
     result = trainer.step(1)
-    calls = trainer.answerer.engine.calls
+    calls = trainer.rollout_worker.engine.calls
     assert len(calls) <= 1 + refills
     asked = [question for call in calls for question in call]
     assert result.batch.question.tolist() == asked
@@ -197,7 +197,7 @@ def test_all_that_was_asked_is_taken_in_even_what_is_not_trained_on():
 def test_refills_end_with_the_questions_and_groups_without_a_gradient_stay_if_there_are_no_others(skill):
     trainer = make(dict.fromkeys(range(10), skill), rollout={"refills": 10}, experience={"ratio": 0.0})
     result = trainer.step(1)
-    assert [len(call) for call in trainer.answerer.engine.calls] == [6, 4]
+    assert [len(call) for call in trainer.rollout_worker.engine.calls] == [6, 4]
     assert len(result.batch.question) == 10
     assert result.metrics["idle_group_fraction"] == 1
     assert trainer.policy.updates == []
@@ -225,4 +225,4 @@ def test_replayed_groups_are_filled_up_beside_refills():
 def test_a_surrogate_that_does_not_go_with_the_other_options_is_named(objective, message):
     config = configured({"objective": objective, "experience": {"compose": "buffer", "advantage": "stored"}})
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        early.check_surrogate(config)
+        startup_checks.check_surrogate(config)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.run import startup_checks as early
+from exgrpo.train.run import startup_checks
 from tests.train.configs import configured
 from tests.train.trainers import half, make, updated
 
@@ -54,7 +54,7 @@ def places(path, **others: str) -> dict:
 
 def test_a_method_may_be_a_file_of_ones_own(own):
     values = places(own)
-    early.check_method(configured(values))
+    startup_checks.check_method(configured(values))
     trainer = make({**half(12), 3: 1.0}, **values)
     seen = [trainer.step(step) for step in range(1, 8)]
     memory = trainer.replay.memory
@@ -98,7 +98,7 @@ def test_stored_answers_that_are_planned_ahead_are_the_same_after_a_restart(tmp_
 def test_what_cannot_be_loaded_is_one_clear_error(own, kind, place, message):
     known = {"file": own, "folder": own.parent, "kind": kind, "near": f"{kind}s"}
     with pytest.raises(ConfigError) as error:
-        early.check_method(configured(places(own, **{kind: place.format(**known)})))
+        startup_checks.check_method(configured(places(own, **{kind: place.format(**known)})))
     said = str(error.value)
     assert said.startswith(f"{kind} function '{place.format(**known)}'")
     assert message.format(**known) in said
@@ -118,9 +118,9 @@ def test_scores_of_fresh_answers_are_there_for_a_function_that_needs_them(own, k
     own.write_text(reads)
     config = configured(places(own))
     with pytest.raises(ConfigError, match=rf"{kind}: .*{column} .*needs @needs\(scores=True\)"):
-        early.check_method(config)
+        startup_checks.check_method(config)
     own.write_text(reads.replace(head, "@needs(scores=True)\n" + head))
-    early.check_method(config)
+    startup_checks.check_method(config)
     values = places(own)
     values["objective"] |= {"entropy_coef": 0.0}
     trainer = make({**half(12), 3: 0.0}, **values)
@@ -147,7 +147,7 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
 def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
     own.write_text(OWN.replace('term="ratio"', need))
     values = {"objective": {"weigh": f"{own}:weigh"}}
-    for refuse in (lambda: early.check_method(configured(values)), lambda: make(half(12), **values)):
+    for refuse in (lambda: startup_checks.check_method(configured(values)), lambda: make(half(12), **values)):
         with pytest.raises(ConfigError) as error:
             refuse()
         assert str(error.value) == f"objective.weigh {own}:weigh: {message}"
@@ -207,7 +207,7 @@ def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, b
     own.write_text("import numpy as np\n" + OWN.replace(arguments, f"{arguments}\n    {body}"))
     line = next(number for number, text in enumerate(own.read_text().splitlines(), 1) if text == f"    {body}")
     with pytest.raises(ConfigError) as error:
-        early.check_method(configured(places(own), {"rollout": {"samples": 4}}))
+        startup_checks.check_method(configured(places(own), {"rollout": {"samples": 4}}))
     said = str(error.value)
     option = {"weigh": "objective.weigh", "settle": "experience.compose"}.get(kind, f"experience.{kind}")
     place = f"{own}:{kind}: " if kind != "settle" else f"{own}:compose, settle: "
@@ -220,18 +220,18 @@ def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, b
 def test_replayed_rows_cannot_be_stored_again(own):
     own.write_text(OWN.replace("batch.fresh & (batch.reward < setting.success)", "batch.reward < setting.success"))
     with pytest.raises(ConfigError, match="admit: it stores replayed rows, and only fresh ones can be stored$"):
-        early.check_method(configured(places(own, compose="mixed")))
+        startup_checks.check_method(configured(places(own, compose="mixed")))
 
 
 @pytest.mark.parametrize("kind", ["admit", "prioritise", "compose", "settle", "weigh", "expire"])
 def test_a_function_that_takes_other_arguments_is_refused(own, kind):
     own.write_text(re.sub(rf"def {kind}\(.*\)", f"def {kind}(a, b, c)", OWN))
     with pytest.raises(ConfigError, match=r"it takes \(a, b, c\), and it is called with \(\w+(, \w+)?\)$"):
-        early.check_method(configured(places(own)))
+        startup_checks.check_method(configured(places(own)))
 
 
 @pytest.mark.parametrize("compose", ["again", "bapo", "returning"])
 def test_functions_that_do_not_go_together_are_told_before_the_run_however_little_is_replayed(compose):
     values = {"compose": compose, "prioritise": "freshness", "advantage": "stored", "ratio": 0.01, "band": (0.99, 1.0)}
     with pytest.raises(ConfigError, match="prioritise looks at 'reward', which is not known of what is drawn here"):
-        early.check_method(configured({"experience": values}))
+        startup_checks.check_method(configured({"experience": values}))

@@ -12,7 +12,7 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import RewardError, RolloutError
 from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.rollout.stops import Stops
 from tests.train.fakes import EOS, LoneWorld, question_set
@@ -80,7 +80,7 @@ def spell(ids):
 
 
 def answering(engine, grader):
-    return Answerer(engine, grader, spell, LoneWorld())
+    return RolloutWorker(engine, grader, spell, LoneWorld())
 
 
 def test_only_the_final_eos_token_is_left_out_of_the_text():
@@ -163,9 +163,9 @@ def test_answers_of_all_ranks_stand_in_the_order_of_questions_and_samples(size):
 
     def answered(rank):
         world = Rank(rank, size, torch.device("cpu"), control=None)
-        answerer = Answerer(Numbering([]), Marking(), lambda ids: " ".join(map(str, ids)), world)
-        batch = answerer.answer(question_set(4).questions, [1, 3, 0, 2], Sampling(3), seed=0)
-        assert answerer.tokens == 12
+        rollout_worker = RolloutWorker(Numbering([]), Marking(), lambda ids: " ".join(map(str, ids)), world)
+        batch = rollout_worker.answer(question_set(4).questions, [1, 3, 0, 2], Sampling(3), seed=0)
+        assert rollout_worker.tokens == 12
         return batch
 
     with ThreadPoolExecutor(size) as ranks:
@@ -188,11 +188,11 @@ def test_counts_add_up_and_ranks_wait_for_the_slowest():
 
 def test_an_engine_that_fails_is_told_when_the_ranks_meet():
     happened = []
-    answerer = answering(FailingEngine(happened), KeepingGrader())
-    produced = answerer.produce(QUESTIONS, [1, 1], Sampling(3), seed=0)
+    rollout_worker = answering(FailingEngine(happened), KeepingGrader())
+    produced = rollout_worker.produce(QUESTIONS, [1, 1], Sampling(3), seed=0)
     assert happened == ["wake", "sleep"]
     with pytest.raises(RolloutError, match="no server is left"):
-        answerer.join(produced)
+        rollout_worker.join(produced)
 
 
 def test_a_result_that_is_no_reward_is_told_to_all_ranks():
@@ -207,7 +207,7 @@ def test_a_result_that_is_no_reward_is_told_to_all_ranks():
             told.append(value)
             return [value]
 
-    answerer = Answerer(FixedEngine([]), Misused(), spell, Watched())
+    rollout_worker = RolloutWorker(FixedEngine([]), Misused(), spell, Watched())
     with pytest.raises(RewardError, match="no reward here"):
-        answerer.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
+        rollout_worker.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
     assert isinstance(told[-1], RewardError)

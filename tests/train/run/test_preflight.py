@@ -13,7 +13,7 @@ from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import preflight
 from tests.train.configs import configured
-from tests.train.fakes import ScriptedEngine, ScriptedGrader, answerer, question_set
+from tests.train.fakes import ScriptedEngine, ScriptedGrader, question_set, rollout_worker
 from tests.train.launch import MAIN, completed, launch
 from tests.train.policy.test_ends import END, PAD, with_another_end
 from tests.train.run.test_run import SMALL, records
@@ -74,7 +74,7 @@ def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score
     (tmp_path / "reward.py").write_text(REWARD)
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
     engine.whole = whole
-    asked = answerer(engine)
+    asked = rollout_worker(engine)
     rewards = rewards or {}
     asked.grader = ScriptedGrader(lambda text: rewards.get(int(text.split()[0]) - 100, 0.0))
     if form:
@@ -122,11 +122,11 @@ def test_an_end_of_the_template_that_ends_no_answer_is_named_with_the_remedy(tmp
     )
     options = {"form": {0, 5}, "end": "boxed", "sources": sources}
     found, problem = result(tmp_path, whole=0, **options)
-    assert found.endswith(f"0 are right; 2 go on behind 'boxed': {remedy}")
+    assert found.endswith(f"0 are right; 2 continue after 'boxed': {remedy}")
     assert problem.startswith(f"none of 32 answers has ended, and none is right: {remedy}. One answer ends: ")
     assert "max_tokens" not in problem
     found, problem = result(tmp_path, whole=1, **options)
-    assert found.endswith(f"2 go on behind 'boxed': {remedy}")
+    assert found.endswith(f"2 continue after 'boxed': {remedy}")
     assert problem is None, "one has ended"
     found, _ = result(tmp_path, form={-1}, end="boxed")
     assert "behind" not in found, "the model does not write it"
@@ -176,7 +176,7 @@ def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
 
 @pytest.mark.parametrize("right", [0, 3])
 def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_path, right):
-    asked = answerer(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
+    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
     texts = {100 + i: "<answer>gold</answer>" for i in range(7)} | {107 + i: "\\boxed{gold}" for i in range(right)}
     asked.decode = lambda ids: texts.get(ids[0], "\\boxed{silver}")
     config = configured({"reward": {"function": "math_no_think", "form": "boxed"}})
@@ -194,7 +194,7 @@ def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_pat
 
 def test_right_values_that_an_own_reward_does_not_read_are_told(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
-    asked = answerer(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
+    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
     asked.grader, asked.decode = ScriptedGrader(lambda text: 0.0), lambda ids: f"{ids[0]}\n#### 12"
     config = configured({"reward": {"function": f"{tmp_path}/reward.py:formless"}})
     questions = [dataclasses.replace(question, gold="12") for question in question_set(4).questions]
@@ -209,7 +209,7 @@ def graded(tmp_path, name, count=4):
     config = configured({"reward": {"function": f"{tmp_path}/mine.py:{name}", "time_limit": 0.5}})
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
     engine.whole = count
-    asked = answerer(engine)
+    asked = rollout_worker(engine)
     asked.reward = config.reward.function
     with Grader.of([asked.reward], config.reward) as asked.grader:
         return *preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), asked
@@ -218,13 +218,13 @@ def graded(tmp_path, name, count=4):
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Mend the function"),
+        ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Fix the function"),
         (
             "slow",
             r"it took longer than reward.time_limit \(0.5 s\). Make the function faster, or raise --reward.time_l",
         ),
-        ("dies", r"the grading process died \(exit code 3\). Mend"),
-        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Mend"),
+        ("dies", r"the grading process died \(exit code 3\). Fix"),
+        ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Fix"),
         ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 21\). Make"),
     ],
 )
@@ -254,7 +254,7 @@ def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
         dataclasses.replace(question, reward=names[question.index % 2]) for question in question_set(4).questions
     ]
     config = configured({})
-    asked = answerer(CuttingEngine(dict.fromkeys(range(4), 0.0)))
+    asked = rollout_worker(CuttingEngine(dict.fromkeys(range(4), 0.0)))
     with Grader.of(names, config.reward) as asked.grader:
         found, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
     assert "2 are right" in found
@@ -269,7 +269,7 @@ def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert ("JSONDecodeError" if name == "raises" else "returned '1.0' (str)") in error
-    assert "Mend the function" in error
+    assert "Fix the function" in error
     assert re.search(r" ends: ['\"]", error), "the answer that was graded"
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs" / "small" / "metrics.jsonl").read_text()
@@ -287,7 +287,7 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     assert printed.count("failed 100%") == 3
     assert error.startswith("error: in each of the last 3 steps more than 50% of the answers could not be graded, 100%")
     assert (
-        "KeyError: '[/b]' (mine.py, line 2). Mend the function, or bear more by --reward.max_failed. The run has "
+        "KeyError: '[/b]' (mine.py, line 2). Fix the function, or tolerate more by --reward.max_failed. The run has "
         "stopped after step 3 of 4. To go on after step 3: "
     ) in error
     assert error.endswith(f" --resume {run}")

@@ -14,11 +14,11 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import held_out_sets
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.run import validation as module
-from exgrpo.train.run.startup_checks import look
-from exgrpo.train.run.validation import Course, check_best
+from exgrpo.train.run.startup_checks import check_startup
+from exgrpo.train.run.validation import Evaluator, check_best
 from exgrpo.train.run.validation_scores import Verdict, score, score_all
 from tests.train.configs import configured
-from tests.train.fakes import ScriptedEngine, answerer, question_set
+from tests.train.fakes import ScriptedEngine, question_set, rollout_worker
 
 ROOT = Path(__file__).parents[3]
 QUESTIONS = 8
@@ -26,15 +26,15 @@ HARD = {"source": "builtin:colouring", "samples": 4, "temperature": 0.6}
 LESS_IS_BETTER = r"(/error|/?truncated|/?without_\w+|/low|/high)$"
 
 
-def course(metric="hard/pass_rate", patience=None, engine=None, **sets) -> Course:
+def evaluator(metric="hard/pass_rate", patience=None, engine=None, **sets) -> Evaluator:
     config = configured(
         {"evaluation": {"patience": patience, "sets": {"hard": HARD, **sets}}, "checkpoint": {"best": metric}}
     )
     questions = dict.fromkeys(held_out_sets(config), question_set(QUESTIONS))
-    return Course(config, questions, answerer(engine or ScriptedEngine({})))
+    return Evaluator(config, questions, rollout_worker(engine or ScriptedEngine({})))
 
 
-def take(of: Course, step: int, right: int) -> None:
+def take(of: Evaluator, step: int, right: int) -> None:
     """The evaluation after so many steps, in which so many of the questions are answered right."""
     verdicts = [Verdict("source", str(question), question < right) for question in range(QUESTIONS)]
     with patch.object(module, "evaluate", return_value=(score_all(verdicts), score(verdicts))):
@@ -44,11 +44,11 @@ def take(of: Course, step: int, right: int) -> None:
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, QUESTIONS), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 7))
 def test_the_best_is_the_first_highest_and_patience_ends_after_it_also_when_the_run_is_continued(rights, patience, cut):
-    of = course(patience=patience)
+    of = evaluator(patience=patience)
     for step, right in enumerate(rights):
         if step == cut:
             state = json.loads(json.dumps(of.state(), allow_nan=False))
-            of = course(patience=patience)
+            of = evaluator(patience=patience)
             of.restore(state)
         take(of, step, right)
         best = rights.index(max(rights[: step + 1]))
@@ -62,7 +62,7 @@ def test_the_best_is_the_first_highest_and_patience_ends_after_it_also_when_the_
 
 
 def test_what_was_best_by_another_number_does_not_count():
-    of, other = course(patience=1), course("test/pass_rate", patience=1)
+    of, other = evaluator(patience=1), evaluator("test/pass_rate", patience=1)
     take(of, 0, 3)
     other.restore(of.state())
     assert (other.best, other.exhausted) == (None, False)
@@ -70,7 +70,7 @@ def test_what_was_best_by_another_number_does_not_count():
 
 def test_every_set_is_asked_as_it_says_and_its_numbers_are_those_that_can_decide():
     engine = ScriptedEngine(dict.fromkeys(range(QUESTIONS), 0.5))
-    of = course(engine=engine, easy={"source": ["a.jsonl"]})
+    of = evaluator(engine=engine, easy={"source": ["a.jsonl"]})
     found, sentences = of.evaluate(20)
     assert [set(call.values()) for call in engine.calls] == [{1}, {4}, {1}]
     assert sentences[1].startswith("held-out Pass@1 on hard after 20 steps: 0.500 (95 %: ")
@@ -83,7 +83,7 @@ def test_every_set_is_asked_as_it_says_and_its_numbers_are_those_that_can_decide
     )
     deciding = [name for name in found if not re.search(LESS_IS_BETTER, name) and "evaluation" not in name]
     with pytest.raises(ConfigError) as error:
-        check_best(course("pass_rate", easy={"source": "a.jsonl"}).config, of.questions)
+        check_best(evaluator("pass_rate", easy={"source": "a.jsonl"}).config, of.questions)
     problem, _, names = str(error.value).rpartition(": ")
     assert problem == "checkpoint.best: 'pass_rate' is none of the numbers of this run"
     assert sorted(names.split(", ")) == sorted(set(deciding) - {"step"})
@@ -113,7 +113,7 @@ def test_a_set_has_the_options_of_the_evaluation_that_it_leaves_out(tmp_path):
 )
 def test_what_cannot_be_is_refused_before_training(values, message):
     with pytest.raises(ConfigError, match=message):
-        look(configured(values), None)
+        check_startup(configured(values), None)
 
 
 def test_the_example_of_the_documentation_is_a_recipe(tmp_path):

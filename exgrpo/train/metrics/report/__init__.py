@@ -1,1 +1,1 @@
-"""The page about runs, drawn from what they have written."""
+"""HTML report about runs, from the files in their folders."""

@@ -15,7 +15,7 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 
 
 class Curve(NamedTuple):
-    """Points of a line; `low` and `high` are the ends of the interval around y, or None without one."""
+    """Points of a line; `low` and `high` are the bounds of the interval around y, or None."""
 
     x: FloatArray
     y: FloatArray
@@ -24,7 +24,7 @@ class Curve(NamedTuple):
 
 
 def half_width(values: FloatArray) -> FloatArray:
-    """Half the 95 % confidence interval (Student's t) of the mean over the first axis of [runs, ...]."""
+    """Return half the 95 % confidence interval (Student's t) of the mean over the first axis of [runs, ...]."""
     freedom = len(values) - 1
     # Cornish and Fisher's expansion around the normal quantile: its error is below 5e-4 from 11 degrees on.
     quantile = 1.95996 + 2.37227 / freedom + 2.82250 / freedom**2 + 2.55585 / freedom**3
@@ -33,9 +33,9 @@ def half_width(values: FloatArray) -> FloatArray:
 
 
 def mean_curve(runs: Sequence[Columns], x: str, y: str, interval: Sequence[str] = ()) -> Curve:
-    """Mean and interval over runs, at the steps at which every run that has these numbers at all has them.
+    """Average runs at the steps where every run has the numbers; runs without any of them are left out.
 
-    x is averaged, too: the mean of a step is drawn at its mean cost. `interval` names the two columns with the ends of
+    x is averaged, too, so that a mean is drawn at its mean cost. `interval` names the two columns with the bounds of
     the interval of a single run.
     """
     known = [(run, np.isfinite(run[x] + run[y])) for run in runs if {x, y} <= run.keys()]

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about runs: a summary, plots of metrics.jsonl and samples of answers."""
+"""Write a self-contained HTML page about runs: summary, plots of metrics.jsonl, samples of answers."""
 
 import html
 import os
@@ -22,7 +22,7 @@ from exgrpo.train.metrics.report.curves import mean_curve
 from exgrpo.train.metrics.report.runs import HEADINGS, Groups, differences, group_runs, load_run, result, summary
 
 FOLDER = ASSETS / "report"
-# Okabe and Ito's colours, without yellow, which is lost on white.
+# Okabe and Ito's colours, without yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 LAYOUT = {"template": "none", "height": 340, "margin": {"l": 20, "r": 10, "t": 40, "b": 20}}
@@ -45,7 +45,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     scripts = [plotly, *re.findall("<script>(.*?)</script>", "".join(chain(*drawn.values())), re.DOTALL)]
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     environment.filters["cut"] = cut
-    # Characters that show nothing, or turn the order of a text around, become \x1b.
+    # Escape invisible characters and those that reverse the direction of text, as \x1b.
     environment.finalize = lambda value: printable(value) if type(value) is str else value
     page = environment.get_template("page.html").render(
         runs=runs,
@@ -98,7 +98,7 @@ def draw(groups: Groups, title: str, unit: str, series: Mapping[str, str], x: st
             mode, entry = "lines" if len(curve.x) > 1 else "markers", not (i and k)
             figure.add_scatter(x=curve.x, y=curve.y, **look, line=line, mode=mode, showlegend=entry)
     if any(len(runs) > 1 for runs in groups.values()) and figure.data:
-        # An interval over few seeds can be many times wider than the lines, and does not set the scale.
+        # Scale by the lines: an interval over few seeds can be many times wider.
         heights = np.concatenate([trace.y for trace in figure.data if trace.fill is None])
         room = 0.05 * np.ptp(heights) or 0.05 * abs(heights[0]) or 1
         figure.update_yaxes(range=[heights.min() - room, heights.max() + room])

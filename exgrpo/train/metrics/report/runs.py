@@ -1,4 +1,4 @@
-"""Runs of a report: their folders as columns of numbers, groups over seeds, and the table about them."""
+"""Read runs for a report: columns of numbers, groups over seeds, and the summary table."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from exgrpo.train.metrics.report.curves import Columns, half_width, mean_curve
 from exgrpo.train.metrics.samples import Sample, read_samples
 
 NOT_COMPARED = ("output.", "checkpoint.", "resume", "seed")
-"""Beginnings of the options in which runs of one group may differ."""
+"""Prefixes of options in which runs of one group may differ."""
 QUESTIONS = ("data.test", "data.columns", "evaluation.")
-"""Beginnings of the options that say what the evaluations measure."""
+"""Prefixes of options that define what evaluations measure."""
 ABSENT = "\N{EN DASH}"
 HEADINGS = ("Steps", "Held-out Pass@1 before", "After", "Change", "Generated tokens", "Minutes", "Replayed", "Failures")
 FORMATS = (",.0f", ".3f", ".3f", "+.3f", ",.0f", ",.1f", ".2f", ",.0f")
@@ -46,7 +46,7 @@ class RunData:
 
 
 Groups = dict[str, list[RunData]]
-"""Runs by a label, which differ in the seed alone, in the order they were named."""
+"""Runs that differ only in the seed, by label, in the order they were given."""
 
 
 def load_run(folder: Path, name: str) -> RunData:
@@ -75,7 +75,7 @@ def _columns(records: Iterable[Record]) -> Columns:
     for record in records:
         numbers = record.numbers
         if record.kind == "training":
-            if record.step < last_step:  # a resumed run repeats steps: those beyond its checkpoint are no part of it
+            if record.step < last_step:  # a resumed run repeats the steps after its checkpoint
                 rows = {step: row for step, row in rows.items() if step <= record.step}
             last_step = record.step
             numbers = {**numbers, "trained": 1}
@@ -85,7 +85,7 @@ def _columns(records: Iterable[Record]) -> Columns:
     columns = {name: np.array([row.get(name, math.nan) for row in ordered], dtype=np.float64) for name in names}
     if "seconds" in columns:
         columns["training_minutes"] = np.nancumsum(columns["seconds"]) / 60
-    if "generated_tokens" in columns:  # a sum, too: an evaluation between steps has that of the step before
+    if "generated_tokens" in columns:  # cumulative: an evaluation between steps gets the value of the step before
         columns["generated_tokens"] = np.maximum.accumulate(np.nan_to_num(columns["generated_tokens"]))
     return columns
 
@@ -95,7 +95,7 @@ def group_runs(runs: Sequence[RunData]) -> Groups:
     groups: list[list[RunData]] = []
     for run in runs:
         for members in groups:
-            # The same seed twice is one experiment twice, and would narrow the interval without reason.
+            # The same seed twice is the same experiment: it must not narrow the interval.
             seeds = [member.config.get("seed") for member in members]
             if run.config and _settings(run) == _settings(members[0]) and run.config.get("seed") not in seeds:
                 members.append(run)
@@ -120,9 +120,9 @@ def differences(groups: Groups) -> list[list[str]]:
 
 
 def result(groups: Groups) -> str:
-    """One sentence: Pass@1 of each group after as many generated tokens, and which is ahead.
+    """Return a sentence with Pass@1 of each group after equally many generated tokens, and which is ahead.
 
-    It is empty for one group, for a group without evaluations, and for groups that answer other questions.
+    Empty for one group, for a group without evaluations, and for groups with different questions.
     """
     differing = [name for name, *_ in differences(groups) if name.startswith(QUESTIONS) and name != "evaluation.every"]
     columns = [[run.columns for run in runs] for runs in groups.values()]
@@ -145,7 +145,7 @@ def result(groups: Groups) -> str:
 
 
 def summary(label: str, runs: Sequence[RunData]) -> list[list[str]]:
-    """Rows of the summary table for a group: a name and cells of the means over several runs, and of each run."""
+    """Return a group's rows of the summary table: a row of means if it has several runs, and a row per run."""
     rows = {run.name: [_numbers(run.columns)] for run in runs}
     if len(runs) > 1:
         rows = {label: [numbers for (numbers,) in rows.values()], **rows}
@@ -153,7 +153,7 @@ def summary(label: str, runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def _numbers(columns: Columns) -> list[float]:
-    """The numbers under `HEADINGS` for a run."""
+    """Return a run's numbers in the order of `HEADINGS`."""
     began = int(columns["step"][0] == 0)
     before, after = (last(columns, "test/pass_rate", rows) for rows in (slice(began), slice(began, None)))
     tokens, minutes, skipped = (last(columns, of) for of in ("generated_tokens", "training_minutes", "skipped_updates"))
@@ -164,7 +164,7 @@ def _numbers(columns: Columns) -> list[float]:
 
 
 def _mean(values: Sequence[float], form: str) -> str:
-    """The mean over the runs that have the number, and half its 95 % interval for several of them."""
+    """Format the mean over runs that have the number, with half its 95 % interval if there are several."""
     known = np.array(values)[np.isfinite(values)]
     if not len(known):
         return ABSENT
@@ -173,7 +173,7 @@ def _mean(values: Sequence[float], form: str) -> str:
 
 
 def last(columns: Columns, name: str, rows: slice = slice(None)) -> float:
-    """The last finite number of some rows of a column; NaN without one."""
+    """Return the last finite number of some rows of a column; NaN if there is none."""
     values = columns.get(name, np.empty(0))[rows]
     values = values[np.isfinite(values)]
     return float(values[-1]) if len(values) else math.nan

@@ -1,7 +1,7 @@
 """A channel for weights from the trainer's first rank to the worker processes of one server.
 
-Each server has a group of its own, so that one that dies takes no other with it. Nothing here imports vLLM before a
-channel over NCCL is wanted; servers use `GlooGroup` too.
+Each server has its own group, so that the death of one does not affect the others. vLLM is imported only for a channel
+over NCCL; servers use `GlooGroup` too.
 """
 
 import datetime
@@ -18,13 +18,13 @@ from torch.distributed import PrefixStore, TCPStore
 
 JOIN = datetime.timedelta(seconds=60)
 SEND_SECONDS = 600
-"""For one bucket of weights."""
+"""Time limit for one bucket of weights."""
 ALIGNED = 16
-"""Bytes: in a bucket each weight begins at a multiple of them, as views of any dtype and kernels want it."""
+"""Alignment in bytes of the weights in a bucket, as views of any dtype and kernels need it."""
 
 
 def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[B] bytes of a bucket of weights: one broadcast in the place of hundreds."""
+    """Pack weights into a bucket of [B] bytes: one broadcast instead of hundreds."""
     parts = []
     for weight in weights:
         raw = weight.detach().contiguous().view(-1).view(torch.uint8)
@@ -33,7 +33,7 @@ def pack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def packed_bytes(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
-    """Bytes that weights have when they are packed."""
+    """Return the bytes of weights once packed."""
     sizes = (dtype.itemsize * math.prod(shape) for dtype, shape in zip(dtypes, shapes, strict=True))
     return sum(size + -size % ALIGNED for size in sizes)
 
@@ -41,7 +41,7 @@ def packed_bytes(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]])
 def unpack(
     bucket: torch.Tensor, dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
 ) -> Iterator[torch.Tensor]:
-    """The weights in a bucket [B], as views of it."""
+    """Yield the weights in a bucket [B], as views of it."""
     start = 0
     for dtype, shape in zip(dtypes, shapes, strict=True):
         size = dtype.itemsize * math.prod(shape)
@@ -50,42 +50,43 @@ def unpack(
 
 
 class GlooGroup:
-    """Broadcasts among `size` processes that share no process group of torch and find each other by a store.
+    """Broadcasts among `size` processes that share no torch process group and rendezvous by a store.
 
-    Raises RuntimeError where not all of them came in time.
+    Raises:
+        RuntimeError: not all of them joined in time.
     """
 
     def __init__(self, store: TCPStore, address: str, rank: int, size: int) -> None:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out what is needed here
         options = gloo._Options()
-        # By default gloo listens where the host's name points to: on some machines that is the loopback device.
+        # By default gloo listens at the address of the host's name: on some machines that is the loopback device.
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = JOIN
         self._store = store  # the group does not keep it alive
         self._group = gloo(PrefixStore("weights", store), rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: None = None) -> None:
-        """Give member `src`'s tensor to all, in place; contiguous, on the CPU, of any dtype.
+        """Broadcast the tensor of member `src` in place; contiguous, on the CPU, of any dtype.
 
         Raises:
-            RuntimeError: a member is gone, or `SEND_SECONDS` are over.
+            RuntimeError: a member is gone, or `SEND_SECONDS` have passed.
         """
         raw = tensor.view(-1).view(torch.uint8)
         self._group.broadcast(raw, src, datetime.timedelta(seconds=SEND_SECONDS)).wait()
 
     def destroy(self) -> None:
-        """Leave the group; who waits for this member gets an error."""
+        """Leave the group; members that wait for this one get an error."""
         self._group.abort()
 
 
 def join_gloo(address: str, port: int, rank: int, size: int) -> GlooGroup:
-    """Become a member of the group whose member 0 waits at the address."""
+    """Join the group whose member 0 listens at the address."""
     store = TCPStore(address, port, is_master=False, timeout=JOIN)
     return GlooGroup(store, own_address(address, port), rank, size)
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the way to another one; nothing is sent."""
+    """Return the address of this machine's interface towards another machine; nothing is sent."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -102,7 +103,7 @@ class WeightChannel:
         device: where the weights are.
 
     Raises:
-        ImportError: the backend is NCCL, and there is no vLLM here that can join such a group.
+        ImportError: the backend is NCCL, and this machine has no vLLM that can join such a group.
     """
 
     def __init__(self, backend: str, url: str, workers: int, device: torch.device) -> None:
@@ -124,7 +125,7 @@ class WeightChannel:
 
     @property
     def invitation(self) -> dict[str, Any]:
-        """What vLLM's workers need to know to join: the `init_info` of its weight transfer."""
+        """The `init_info` of vLLM's weight transfer, with which its workers join."""
         return {
             "master_address": self.address,
             "master_port": self.port,
@@ -133,26 +134,26 @@ class WeightChannel:
         }
 
     def connect(self) -> None:
-        """Wait for the workers, who have to be told at the same time.
+        """Wait for the workers, which must get the invitation at the same time.
 
         Raises:
-            RuntimeError: they did not come.
+            RuntimeError: they did not join.
         """
         if self._store is not None:
             self._group = GlooGroup(self._store, self.address, 0, self._size)
         else:
-            torch.cuda.set_device(self._device)  # threads begin with device 0
+            torch.cuda.set_device(self._device)  # the device is per thread and starts as 0
             self._group = self._join(self.address, self.port, 0, self._size, self._device)
 
     def send(self, bucket: torch.Tensor, *, cancelled: Callable[[], bool]) -> None:
-        """Broadcast a bucket; the workers have to be told at the same time.
+        """Broadcast a bucket; the workers must be asked to receive it at the same time.
 
         Args:
             bucket: [B] bytes, on the channel's device.
-            cancelled: asked now and then; True: the workers will not take them.
+            cancelled: polled; True aborts, since the workers do not receive.
 
         Raises:
-            RuntimeError: the workers are gone, too slow or will not take them; the channel is of no more use.
+            RuntimeError: the workers are gone, too slow or do not receive; the channel cannot be used again.
         """
         if self._store is not None:
             if cancelled():
@@ -164,11 +165,11 @@ class WeightChannel:
     def _send_nccl(self, bucket: torch.Tensor, cancelled: Callable[[], bool]) -> None:
         torch.cuda.set_device(self._device)
         stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # where the copies were made
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # the copies were made there
         self._group.broadcast(bucket, src=0, stream=stream)
         done = torch.cuda.Event()
         done.record(stream)
-        # NCCL waits for ever for a peer that died: only leaving the group ends its kernels.
+        # NCCL waits forever for a peer that died: only leaving the group ends its kernels.
         deadline = time.monotonic() + SEND_SECONDS
         while not done.query():
             if cancelled() or time.monotonic() > deadline:

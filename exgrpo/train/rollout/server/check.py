@@ -1,4 +1,4 @@
-"""Can a server generate for this run? Asked before training starts."""
+"""Check before training that a server can generate for this run."""
 
 import shlex
 from contextlib import suppress
@@ -32,18 +32,18 @@ COMPARED = (
     "max_position_embeddings",
     "rope_parameters",
 )
-"""What of a model's configuration has to be equal in the trainer and in a server."""
+"""Fields of a model's configuration that must be equal in the trainer and in a server."""
 GLOO, PACKED_NCCL = "gloo", "packed_nccl"
 """The transports of weights to servers on CPUs and on GPUs, as `exgrpo.train.rollout.server.worker` registers them."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FRESH = "default"
-"""What vLLM calls the weights with which a server starts."""
+"""vLLM's label for the weights with which a server starts."""
 INCOMPLETE = "incomplete"
-"""What a server's weights are called while they are replaced: answers that such weights write are of no use."""
+"""Label of a server's weights while they are being replaced: answers with it are discarded."""
 
 
 class ServerFacts(BaseModel):
-    """What a server's worker says of itself, see `RolloutWorker.rollout_facts`, and the label of its weights."""
+    """Result of `WorkerExtension.rollout_facts` of a server's worker, and the label of its weights."""
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
@@ -60,7 +60,7 @@ class ServerFacts(BaseModel):
 
 
 def start_command(settings: EngineSettings, url: str) -> str:
-    """What starts a server at the address that generates as the settings ask, for messages."""
+    """Return, for messages, the command that starts a fitting server at the address."""
     address = urlsplit(url)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == settings.dtype)
     listen = "" if address.hostname in LOOPBACK else " --host 0.0.0.0"
@@ -71,15 +71,15 @@ def start_command(settings: EngineSettings, url: str) -> str:
 
 
 def check_server(client: ServerClient, settings: EngineSettings, device: torch.device) -> ServerFacts:
-    """Ask a server for everything that a run depends on.
+    """Check everything about a server that a run depends on.
 
     Args:
-        client: to talk to it.
-        settings: what the run needs.
-        device: where the trainer computes.
+        client: connection to the server.
+        settings: settings of the run's engine.
+        device: the trainer's device.
 
     Raises:
-        ConfigError: it will not do; the message says why and what to do.
+        ConfigError: the server does not fit; the message has the command that starts a fitting one.
     """
     remedy = f"start it with {start_command(settings, client.url)}"
 
@@ -89,7 +89,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
     try:
         version = part(client.get("version"), "version", str)
     except ServerError as error:
-        if error.status == HTTPStatus.UNAUTHORIZED:  # with the remedy
+        if error.status == HTTPStatus.UNAUTHORIZED:  # the server's message has the remedy
             raise ConfigError(f"rollout.servers: {client.url} refuses the trainer: {error}") from None
         raise refuse(f"cannot be reached as a server of vLLM ({error})") from None
     if version not in SERVERS:
@@ -103,7 +103,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
     if problem := _differs(facts, settings, device):
         raise refuse(problem)
     gpu = gpu_of(device)
-    if gpu and gpu in {one.gpu for one in (facts, *others)}:  # NCCL joins no two processes on one
+    if gpu and gpu in {one.gpu for one in (facts, *others)}:  # NCCL cannot join two processes on one GPU
         raise refuse(
             f"computes on the GPU of the trainer's first process, {gpu}: give it another by CUDA_VISIBLE_DEVICES"
         )
@@ -112,7 +112,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
         if label == INCOMPLETE:
             end_update(client)
         eos = sorted(set(settings.eos))
-        client.post("resume")  # whoever has paused it may be gone
+        client.post("resume")  # a trainer that paused it may have died
         probe = client.generate("check", np.array(eos[:1], np.int32), 1, Sampling(1), eos)
     except ServerError as error:
         raise refuse(f"does not generate ({error})") from None
@@ -122,12 +122,12 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
 
 
 def end_update(client: ServerClient) -> None:
-    """End an update of weights that has stopped halfway: until then the model cannot compute at all.
+    """End an update of weights that stopped halfway: until then the model cannot compute.
 
     Raises:
-        ServerError: the server does not.
+        ServerError: the server cannot end it.
     """
-    with suppress(ServerError):  # where it has not stopped by an error, it is under way
+    with suppress(ServerError):  # an update that did not stop by an error has been started already
         client.post("start_weight_update")
     client.post("finish_weight_update")
 
@@ -152,11 +152,11 @@ def _differs(facts: ServerFacts, settings: EngineSettings, device: torch.device)
 
 
 def gpu_of(device: torch.device) -> str:
-    """What names a GPU on all machines; "" for a CPU."""
+    """Return the globally unique id of a GPU; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """The architecture's type, sizes and positions, of a Hugging Face configuration; those that it has."""
+    """Return the `COMPARED` fields that a Hugging Face configuration has."""
     text = config.get_text_config()
     return {name: getattr(text, name) for name in COMPARED if hasattr(text, name)}

@@ -20,19 +20,19 @@ from exgrpo.train.rollout.server.reply import LARGEST_ID, Reply, ServerError, Si
 CONNECT_SECONDS = 10
 ABORT_SECONDS = 10
 FACT_SECONDS = 60
-"""For what a server knows without its workers."""
+"""Time limit for requests that need no worker."""
 STATE_SECONDS = 5
-"""For what its engine answers between two steps."""
+"""Time limit for requests that the engine answers between two steps."""
 CONTROL_SECONDS = 300
 LONG_SECONDS = 3600
-"""For what takes as long as answers do; whether the server's machine is alive is asked beneath, by TCP."""
+"""Time limit for requests that take as long as answers; TCP keepalive notices a dead machine much earlier."""
 UNREACHED_SECONDS = 60
-"""After which a connection is given up on which a server's machine answers nothing, not even TCP."""
+"""Time after which TCP gives up a connection to a machine that does not acknowledge anything."""
 CONNECTIONS = 256
 MOST_BYTES = 2**26
-"""Of an answer; but answers to prompts may have `TOKEN_BYTES` for each token besides."""
+"""Size limit of a response; generated answers may add `TOKEN_BYTES` per token."""
 TOKEN_BYTES = 2**10
-"""vLLM writes some hundred bytes for a token and its log-prob."""
+"""vLLM writes a few hundred bytes for a token and its log-prob."""
 PART_BYTES = 2**16
 ALIVE = [
     *HTTPConnection.default_socket_options,
@@ -40,58 +40,58 @@ ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    # Nothing is asked beneath while something that was sent is not acknowledged.
+    # Keepalive probes are not sent while data is unacknowledged; this limit covers that case.
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREACHED_SECONDS),
 ]
 
 
 class ServerClient:
-    """One server by its address, which is asked once for each thing; threads may share it.
+    """HTTP client of one server, without retries; threads may share it.
 
     Args:
-        url: like http://host:8000.
-        vocabulary: of the model: token ids are below it.
-        token: the secret that the server asks for; "": none.
+        url: for example http://host:8000.
+        vocabulary: vocabulary size of the model: token ids are below it.
+        token: the server's secret; "": none.
     """
 
     def __init__(self, url: str, vocabulary: int = LARGEST_ID + 1, token: str = "") -> None:
         self.url = url
         self._vocabulary = vocabulary
         self._session = requests.Session()
-        self._session.trust_env = False  # no proxy lies between the machines of a run
-        # A server closes idle connections, and those on which something failed, while a request is on its way.
+        self._session.trust_env = False  # ignore proxy settings: the machines of a run reach each other directly
+        # A server may close an idle connection, or one with a failed request, while the next request is on its way.
         self._session.headers["Connection"] = "close"
-        self._session.headers["Accept-Encoding"] = "identity"  # a few bytes could stand for any number of them
+        self._session.headers["Accept-Encoding"] = "identity"  # decompression would get around `MOST_BYTES`
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
         self._session.mount(self.url, _Adapter(pool_maxsize=CONNECTIONS))
 
     def get(self, path: str, seconds: float = FACT_SECONDS) -> Any:
-        """The JSON at a path.
+        """Return the JSON at a path.
 
         Raises:
-            ServerError: it cannot be had in that time.
+            ServerError: the request fails or takes longer.
         """
         return self._ask("GET", path, seconds)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CONTROL_SECONDS) -> Any:
-        """What a path gives for a body, both JSON.
+        """Post JSON to a path and return the JSON response.
 
         Raises:
-            ServerError: it gives nothing in that time.
+            ServerError: the request fails or takes longer.
         """
         return self._ask("POST", path, seconds, body)
 
     def call_workers(self, method: str, *args: Any, seconds: float = CONTROL_SECONDS) -> list[Any]:
-        """What a method of the server's workers gives, one result per worker."""
+        """Call a method of the server's workers; one result per worker."""
         return part(self.post("collective_rpc", {"method": method, "args": args}, seconds), "results", list)
 
     def weight_version(self) -> str:
-        """The label of the server's weights."""
+        """Return the label of the server's weights."""
         return part(self.get("weight_info"), "weight_version", str)
 
     def paused(self) -> bool:
-        """Whether its engine waits for new weights, as far as it can be reached."""
+        """True if its engine waits for new weights; False also if it cannot be reached."""
         with suppress(ServerError):
             return part(self.get("is_paused", STATE_SECONDS), "is_paused", bool)
         return False
@@ -108,16 +108,16 @@ class ServerClient:
         """Sample `count` answers to a prompt.
 
         Args:
-            request: a name by which it can be aborted.
+            request: name of the request, for `abort`.
             prompt: [P] token ids.
             count: number of answers.
-            sampling: how they are sampled.
-            eos: token ids that end an answer, and no others do.
-            seconds: so long is waited for.
+            sampling: sampling parameters.
+            eos: token ids that end an answer; no others do.
+            seconds: time limit.
 
         Raises:
-            SilentServerError: there is no answer in that time.
-            ServerError: there are no whole answers.
+            SilentServerError: no response within the time limit.
+            ServerError: the response is not `count` complete answers.
         """
         parameters = {
             "n": count,
@@ -125,11 +125,11 @@ class ServerClient:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": eos,
-            "ignore_eos": True,  # the server's own idea of EOS
+            "ignore_eos": True,  # the server's EOS may differ from `eos`
             "logprobs": 0 if sampling.log_prob else None,
             "stop": list(sampling.stop.strings),
             "detokenize": bool(sampling.stop),
-            "skip_special_tokens": False,  # as the trainer reads an answer
+            "skip_special_tokens": False,  # the trainer decodes answers with special tokens, too
             "spaces_between_special_tokens": False,
         }
         body = {"request_id": request, "token_ids": prompt.tolist(), "sampling_params": parameters}
@@ -138,7 +138,7 @@ class ServerClient:
         return read_reply(reply, count, sampling, self._vocabulary)
 
     def abort(self, requests: Sequence[str]) -> None:
-        """Stop to generate for requests, as far as the server can be reached."""
+        """Abort requests; a server that cannot be reached is ignored."""
         names = [f"generate-tokens-{request}" for request in requests]
         with suppress(ServerError):
             self.post("abort_requests", {"request_ids": names}, ABORT_SECONDS)
@@ -156,7 +156,7 @@ class ServerClient:
                 f"{self.url}/{path}",
                 json=body,
                 timeout=(CONNECT_SECONDS, seconds),
-                allow_redirects=False,  # a server of a run sends nobody elsewhere
+                allow_redirects=False,  # a redirect could send the token to another host
                 stream=True,
             )
             with answer:
@@ -174,12 +174,12 @@ class ServerClient:
 
 
 def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
-    """What a server sends behind the head of its answer.
+    """Read the body of a response.
 
     Raises:
-        SilentServerError: it has not ended after these seconds, however often something comes.
+        SilentServerError: it has not ended after these seconds, even if data still arrives.
         ServerError: it is longer than `most` bytes.
-        HTTPError: of urllib3, it breaks off.
+        HTTPError: urllib3's, if the connection breaks.
     """
     content, end = bytearray(), time.monotonic() + seconds
     while part := answer.raw.read1(PART_BYTES, decode_content=False):
@@ -192,24 +192,24 @@ def _content(answer: requests.Response, seconds: float, most: int) -> bytes:
 
 
 class _Adapter(HTTPAdapter):
-    """Connections that notice a peer whose machine is gone."""
+    """Sets socket options that detect a dead peer."""
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, socket_options=ALIVE, **kwargs)
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason, which says most: connection refused, timed out."""
+    """Return the innermost reason, which is the clearest: connection refused, timed out."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     text = str(reason or error)
     return cut(" ".join(text.rpartition(": ")[2].strip("'\")( ").split()), 300) or type(error).__name__
 
 
 def _message(content: bytes) -> str:
-    """What an answer says of an error, or how it begins."""
+    """Return the error message in a response, or its beginning."""
     try:
         body = plain.parse_json(content)
-        said = body["error"]["message"] if "error" in body else body["detail"]
+        message = body["error"]["message"] if "error" in body else body["detail"]
     except (ValueError, KeyError, TypeError):
-        said = content[:1000].decode(errors="replace")
-    return cut(" ".join((said if isinstance(said, str) else shown(said)).split()), 300)
+        message = content[:1000].decode(errors="replace")
+    return cut(" ".join((message if isinstance(message, str) else shown(message)).split()), 300)

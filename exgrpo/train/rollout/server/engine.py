@@ -20,17 +20,17 @@ BUCKET_BYTES = 2**28
 
 
 class ServerEngine:
-    """Every rank asks the servers for its own answers; the first rank gives them their weights.
+    """Each rank requests its own answers from the servers; the first rank sends them the weights.
 
-    `generate` makes no collective call and may run in a thread beside those of the trainer.
+    `generate` makes no collective call and may run in a separate thread.
 
     Args:
         settings: the model, lengths, and the servers' addresses, http://host:port each.
-        world: the ranks; all of them make an engine together.
-        bucket_bytes: weights are copied and sent in parts of about this size.
+        world: the ranks; making the engine is a collective call.
+        bucket_bytes: approximate size of the parts in which weights are copied and sent.
 
     Raises:
-        ConfigError: on all ranks, where a server cannot be reached or is not one for this run.
+        ConfigError: on all ranks, if a server cannot be reached or does not fit this run.
     """
 
     unrepeatable: str | None = "each server draws from a generator of its own, in an order that depends on timing"
@@ -40,7 +40,7 @@ class ServerEngine:
     def __init__(self, settings: EngineSettings, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
         vocabulary = settings.source.config.get_text_config().vocab_size
-        # Launchers do not give the environment of the first rank to those on other machines.
+        # Launchers do not pass the environment of the first rank to other machines.
         token = world.gather(on_main(world, server_token))[0] or ""
         self._clients = [ServerClient(url, vocabulary, token) for url in settings.rollout.servers]
         self._pool = ServerPool(self._clients, sorted(set(settings.eos)))
@@ -56,18 +56,18 @@ class ServerEngine:
         self._run, facts = world.gather((uuid.uuid4().hex[:8], facts))[0]
         self._sequences = min(of_server.sequences for of_server in facts.values())
         self._pushes = 0
-        # Until the first push only servers that nobody has pushed anything to are of use.
+        # Before the first push, only servers that have never received weights hold the model's own.
         self._pool.expect(FRESH)
         other = "it has weights of another run until some are pushed; a server that is started anew has the model's"
         self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """See `RolloutEngine.generate`; the seeds are not used.
+        """Generate as `RolloutEngine.generate`, without using the seeds.
 
         Raises:
             NoServerError: no server is left.
         """
-        # Answers of one request share their prompt's blocks in the server's cache.
+        # Answers in one HTTP request share their prompt's blocks in the server's cache.
         most = self._sequences
         jobs = [
             Job(i, first, min(most, request.count - first), request.prompt, request.sampling)
@@ -84,10 +84,10 @@ class ServerEngine:
                     yield Finished(job.request, sample, rollout)
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.push_weights`; a server that cannot be reached is left out, one that is back taken in.
+        """Send the weights; leaves out servers that cannot be reached and takes back those that can again.
 
         Raises:
-            NoServerError: on all ranks, where no server holds the weights.
+            NoServerError: on all ranks, if no server holds the weights.
         """
         self._wait_for_answers()
         self._pushes += 1
@@ -103,7 +103,7 @@ class ServerEngine:
             raise error
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """See `RolloutEngine.differing`; the first rank tells of all servers."""
+        """Return differing weights as `RolloutEngine.differing`; the first rank compares all servers."""
         self._wait_for_answers()
         if self._sender is not None:
             return self._sender.differing(weights)
@@ -111,26 +111,25 @@ class ServerEngine:
         return []
 
     def _wait_for_answers(self) -> None:
-        """Have all ranks here before the first one has servers do something else.
+        """Barrier before the first rank uses servers for something else than answers.
 
-        A server that waits for weights gives no answers, and the weights are sharded: the first rank would wait for a
-        rank that waits for an answer, the server for the first rank, and that answer for the server.
+        Avoids a deadlock: a server that waits for weights generates nothing, and gathering the sharded weights needs
+        all ranks, of which one may still wait for that server's answer.
         """
         self.world.gather(None)
 
     def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
         counts, self._counts = self._counts, EngineCounts()
         return counts
 
     def sleep(self) -> None:
-        """Nothing: the servers' memory is their own."""
+        """Do nothing: the servers do not share the trainer's memory."""
 
     def wake(self) -> None:
-        """Nothing; see `sleep`."""
+        """Do nothing, as `sleep`."""
 
     def close(self) -> None:
-        """Leave the servers as they are."""
+        """Close the connections; the servers keep running."""
         if self._sender is not None:
             self._sender.close()
         for client in self._clients:
@@ -138,6 +137,5 @@ class ServerEngine:
 
 
 def _run_through(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """All ranks gather each weight together, whoever needs it."""
-    for _ in weights:
+    for _ in weights:  # iteration gathers each weight, which needs all ranks
         pass

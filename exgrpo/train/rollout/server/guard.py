@@ -1,8 +1,8 @@
-"""The secret that rollout servers and the trainer share: who knows it may ask, and nobody else.
+"""Shared secret between rollout servers and the trainer.
 
-vLLM's own key guards a part of its routes only, and those that replace weights are not among them. So `vllm serve
---middleware exgrpo.train.rollout.server.guard.Guard` asks for the token in every request. A page in a browser on the
-server's machine does not know it, by whatever name it calls the server.
+vLLM's own API key guards only a part of its routes, not those that replace weights. So `vllm serve --middleware
+exgrpo.train.rollout.server.guard.Guard` requires the token in every request. This also keeps out web pages in a browser
+on the server's machine, whatever host name they use for it.
 """
 
 import hmac
@@ -22,11 +22,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 TOKEN = "EXGRPO_SERVER_TOKEN"
-"""The environment variable that holds it: every user of a machine can read command lines."""
+"""Environment variable with the token; not an option, since every user of a machine can read command lines."""
 TOKEN_FILE = Path("~/.exgrpo_server_token")
-"""What holds it where the variable is not set."""
+"""File with the token if the variable is not set."""
 LEAST = 16
-"""Characters: a shorter one can be guessed."""
+"""Minimum number of characters: a shorter token can be guessed."""
 READABLE_BY_OTHERS = 0o077
 REFUSAL = (
     f"no token, or one that is not this server's: set {TOKEN} to the same value for both, or copy {TOKEN_FILE} of the "
@@ -35,10 +35,10 @@ REFUSAL = (
 
 
 def server_token() -> str:
-    """The token in this process's environment or in the user's file; "" where there is none.
+    """Return the token in the environment or else in the user's file; "" if there is none.
 
     Raises:
-        ConfigError: it is too short, or has characters that a header of HTTP cannot hold, or others can read the file.
+        ConfigError: it is too short or has characters not allowed in an HTTP header, or others can read the file.
     """
     origin, token = TOKEN, os.environ.get(TOKEN, "")
     if not token:
@@ -58,10 +58,10 @@ def server_token() -> str:
 
 
 def made_token() -> Path | None:
-    """Make the user's file with a new token, where there is none yet, and say where; None: there is one.
+    """Create the user's file with a new token and return its path; None: there is a token already.
 
     Raises:
-        ConfigError: see `server_token`, or it cannot be written.
+        ConfigError: as `server_token`, or the file cannot be written.
     """
     if server_token():
         return None
@@ -70,19 +70,19 @@ def made_token() -> Path | None:
         try:
             with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
                 opened.write(f"{secrets.token_urlsafe()}\n")
-        except FileExistsError:  # of a server that starts at the same time
+        except FileExistsError:  # written by a server that starts at the same time
             return None
     return file
 
 
 class Guard:
-    """An ASGI application in front of another one, which gets only the requests that have the token.
+    """ASGI middleware that passes on only requests with the token.
 
     Args:
-        app: the application behind it.
+        app: the application to protect.
 
     Raises:
-        ConfigError: there is no token in the environment, nor in the user's file.
+        ConfigError: there is no token in the environment or in the user's file.
     """
 
     def __init__(self, app: App) -> None:
@@ -93,7 +93,7 @@ class Guard:
         self._expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Have a request answered, or refuse it."""
+        """Pass a request on, or refuse it with status 401."""
         given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         known = len(given) == 1 and hmac.compare_digest(given[0], self._expected)
         if known or scope["type"] == "lifespan":

@@ -1,4 +1,4 @@
-"""The servers that hold the policy's weights, and requests spread over them."""
+"""Spread requests over the servers that hold the policy's weights."""
 
 import logging
 import threading
@@ -19,24 +19,24 @@ from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerEr
 
 logger = logging.getLogger(__name__)
 REQUESTS = 64
-"""At most so many requests of one rank are with a server at a time: enough for a full batch there."""
+"""Maximum number of concurrent requests of one rank per server: enough for a full batch there."""
 LEAST_SECONDS = 60
-"""The shortest time for which an answer is waited for, and after which a word is said."""
+"""Minimum time limit of a request, and the wait after which the first warning is logged."""
 TOKEN_SECONDS = 1.0
-"""For each token of an answer, the wait for its turn included; an answer is waited for an hour at most."""
+"""Time limit added per token of an answer, which includes queueing; a request has an hour at most."""
 ATTEMPTS = 3
-"""So often a server is asked for an answer that it does not give, as where a connection breaks."""
+"""Number of attempts at one server for a request that fails, for example by a broken connection."""
 PAUSE_SECONDS = 0.5
-"""Before it is asked again."""
+"""Pause between two attempts."""
 
 
 class NoServerError(RolloutError):
-    """No rollout server is left; the message has the last problem of each."""
+    """Raised when no rollout server is left; the message has the last problem of each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """`count` answers to the prompt of a request of the call, the first of which is its `sample`-th one."""
+    """Request to a server for `count` answers, numbers `sample` onwards of the call's request number `request`."""
 
     request: int
     sample: int
@@ -53,16 +53,16 @@ class _Member:
 
 @dataclass(eq=False)
 class _Call:
-    """The requests of one call that are with servers, by name; once it is over, nothing is asked again."""
+    """Outstanding requests of one call of `generate`, by name; once it is over, nothing is retried."""
 
     over: bool = False
     requests: dict[str, _Member] = field(default_factory=dict)
 
 
 class ServerPool:
-    """Asks the server with the least outstanding answers; what one fails to answer is asked of another.
+    """Sends each request to the server with the fewest outstanding answers, and failed ones to another server.
 
-    No server is asked before the first `renew`.
+    It has no servers before the first `renew`.
 
     Args:
         clients: all servers of the run.
@@ -78,17 +78,17 @@ class ServerPool:
         self._problems: dict[str, str] = {}
 
     def expect(self, version: str) -> None:
-        """From now on answers may be written by the weights of this label too."""
+        """Accept answers by the weights of this label, too, from now on."""
         self._versions.append(version)
 
     def renew(self, problems: Mapping[str, str]) -> None:
-        """From now on ask the servers that hold the weights: those of which the problem is empty."""
+        """Use the servers that hold the weights from now on: those whose problem is empty."""
         with self._lock:
             self._members = {url: _Member(self._clients[url]) for url, problem in problems.items() if not problem}
             self._problems = dict(problems)
 
     def failure(self) -> NoServerError | None:
-        """The error to raise where no server is left."""
+        """Return the error to raise if no server is left."""
         with self._lock:
             return None if self._members else self._error()
 
@@ -97,7 +97,7 @@ class ServerPool:
         return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Reply]]:
-        """The jobs and their answers, each as soon as it is there.
+        """Yield the jobs with their answers, each as soon as it is complete.
 
         Raises:
             NoServerError: no server is left.
@@ -113,17 +113,17 @@ class ServerPool:
                 future = self._next(done)
                 yield futures.pop(future), future.result()
         finally:
-            # The caller may have had enough, or the last server may be gone.
+            # Also reached when the caller closes the generator early, or the last server is gone.
             with self._lock:
                 call.over, left = True, dict(call.requests)
-                members = list(self._members.values())  # no other is listened to
+                members = list(self._members.values())  # servers that were dropped are ignored
             executor.shutdown(wait=False, cancel_futures=True)
             for member in members:
                 if names := [name for name, asked in left.items() if asked is member]:
                     member.client.abort(names)
 
     def _next(self, done: "SimpleQueue[Future[Reply]]") -> "Future[Reply]":
-        """The next job that is done; where that takes long, a warning says what is waited for."""
+        """Return the next job that is done; while that takes long, log warnings with the outstanding answers."""
         waited = 0
         seconds = LEAST_SECONDS
         while True:
@@ -153,7 +153,7 @@ class ServerPool:
                 self._drop(call, member, str(error))
             except ServerError as error:
                 failures[client.url] += 1
-                # From 0.33 on vLLM refuses requests while it is paused, as it is for new weights; before it kept them.
+                # From 0.33 on, vLLM refuses requests while it is paused for new weights; before, it queued them.
                 refused = error.status == HTTPStatus.SERVICE_UNAVAILABLE and time.monotonic() < end
                 if failures[client.url] < ATTEMPTS or (refused and client.paused()):
                     time.sleep(PAUSE_SECONDS)
@@ -176,7 +176,7 @@ class ServerPool:
     def _drop(self, call: _Call, member: _Member, reason: str) -> None:
         url = member.client.url
         with self._lock:
-            # Several requests notice it, and some after the server was taken in again.
+            # Several requests notice the same failure, some only after the server was taken back.
             if call.over or self._members.get(url) is not member:
                 return
             del self._members[url]

@@ -1,4 +1,4 @@
-"""What a server answers, checked: nothing that it can send passes for an answer unless it is one."""
+"""Validate the responses of a server."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,16 +14,16 @@ from exgrpo.train.rollout.engine import Sampling
 LARGEST_ID = 2**31 - 1
 LOWEST_LOG_PROB = float(np.finfo(np.float32).min)
 ROUNDING = 1e-3
-"""A log-prob is not positive, but for the rounding of its sums."""
+"""Rounding error by which a log-prob may exceed 0."""
 UNKNOWN = "an answer that is not understood"
 T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
-    """A server did not do what it was asked; the message is the server's or the network's, in one line.
+    """A request to a server failed; the message is the server's or the network's, in one line.
 
     Attributes:
-        status: of its answer over HTTP; None: there was none.
+        status: HTTP status; None: there was no response.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
 
 
 class SilentServerError(ServerError):
-    """A server did not answer in time."""
+    """Raised when a server does not respond in time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class Reply:
     """A server's answers to one prompt.
 
     Attributes:
-        rollouts: in the order of samples.
+        rollouts: answers in sampling order.
         versions: labels of the weights that wrote them, at least one.
-        cached_tokens: prompt tokens from the prefix cache, over all samples.
+        cached_tokens: prompt tokens read from the prefix cache, summed over the samples.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -91,10 +91,10 @@ class _Answers(_Part):
 
 
 def part(answer: Any, key: str, kind: type[T]) -> T:
-    """The value of a key in what a server answers.
+    """Return the value of a key in a server's response.
 
     Raises:
-        ServerError: there is none of this kind; an empty text is none.
+        ServerError: it is missing, of another type, or an empty text.
     """
     value = answer.get(key) if isinstance(answer, dict) else None
     if type(value) is not kind or value == "":
@@ -103,16 +103,16 @@ def part(answer: Any, key: str, kind: type[T]) -> T:
 
 
 def read_reply(reply: Any, count: int, sampling: Sampling, vocabulary: int) -> Reply:
-    """What a server answers to a request for `count` answers.
+    """Parse the response to a request for `count` answers.
 
     Args:
         reply: the JSON.
-        count: answers that were asked for.
-        sampling: how.
-        vocabulary: token ids are below it.
+        count: number of requested answers.
+        sampling: sampling parameters of the request.
+        vocabulary: vocabulary size: token ids are below it.
 
     Raises:
-        ServerError: it is not that many whole answers.
+        ServerError: it is not `count` complete answers.
     """
     try:
         answers = _Answers.model_validate(reply)
@@ -126,7 +126,7 @@ def read_reply(reply: Any, count: int, sampling: Sampling, vocabulary: int) -> R
     return Reply(
         rollouts=tuple(sampling.stop.cut(_rollout(choice, sampling, vocabulary)) for choice in choices),
         versions=frozenset(span.version for choice in choices for span in choice.weight_versions),
-        # The server counts those of one sample, which is not the first one: that one filled the cache for the others.
+        # The server reports one sample that read the cache; the first sample filled it for the others.
         cached_tokens=(cached or 0) * max(1, count - 1),
     )
 

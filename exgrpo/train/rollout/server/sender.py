@@ -25,7 +25,7 @@ Layout = dict[str, list[Any]]
 
 
 def layout_of(weights: Sequence[tuple[str, torch.Tensor]]) -> Layout:
-    """That of some weights with their names."""
+    """Return the layout of named weights."""
     return {
         "names": [name for name, _ in weights],
         "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
@@ -35,14 +35,14 @@ def layout_of(weights: Sequence[tuple[str, torch.Tensor]]) -> Layout:
 
 @dataclass(eq=False)
 class Receiver:
-    """A server as the sender sees it.
+    """State of one server in the sender.
 
     Attributes:
-        client: to talk to it.
-        label: of the weights that it should have.
-        channel: to its workers, while there is one.
-        request: the one that announces what is sent; done when the workers have taken it.
-        problem: what kept it out of the last push; empty: nothing.
+        client: connection to the server.
+        label: label of the weights that it should have.
+        channel: channel to its workers, if connected.
+        request: request that makes the workers receive; done when they have received.
+        problem: reason why it is left out since the last push; empty: it is not.
     """
 
     client: ServerClient
@@ -53,13 +53,13 @@ class Receiver:
 
 
 class WeightSender:
-    """Sends weights to those of the servers that take them; one that fails is left out until the next push.
+    """Sends weights to all servers; one that fails is left out until the next push.
 
     Args:
         clients: all servers of the run.
-        settings: what the run needs of a server.
-        device: where the trainer computes.
-        bucket_bytes: so much is copied and sent at a time.
+        settings: settings of the run's engine.
+        device: the trainer's device.
+        bucket_bytes: approximate size of a bucket.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class WeightSender:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._receivers = [Receiver(client) for client in clients]
-        # A server is told of a bucket in one thread while it is sent in another.
+        # Two threads per server: one posts the request to receive a bucket while another sends it.
         self._threads = ThreadPoolExecutor(2 * len(clients), thread_name_prefix="weights")
         self._layouts: list[Layout] = []
 
     def open(self) -> dict[str, ServerFacts]:
-        """Check all servers and connect to their workers; what each is, by address.
+        """Check all servers and connect to their workers; returns their facts by address.
 
         Raises:
-            ConfigError: one of them will not do.
+            ConfigError: a server does not fit, or cannot be connected to.
         """
         facts = self._threads.map(self._connect, self._receivers)
         return {receiver.client.url: of_server for receiver, of_server in zip(self._receivers, facts, strict=True)}
@@ -109,16 +109,16 @@ class WeightSender:
         except RuntimeError:
             channel.close()
             if invited.done():
-                invited.result()  # says more
+                invited.result()  # raises the server's error, which is more precise
             raise
         invited.result()
         return channel
 
     def push(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> dict[str, str]:
-        """Replace the weights of all servers that can be reached; all weights are run through in any case.
+        """Replace the weights of all servers that can be reached; iterates over all weights in any case.
 
         Returns:
-            what kept each server from taking them, by address; empty where it holds the weights.
+            the problem of each server by address; empty if it holds the weights.
         """
         problems: dict[str, str] = {}
         live = self._each(self._begin, self._receivers, problems)
@@ -134,8 +134,8 @@ class WeightSender:
         if receiver.channel is None or client.weight_version() != receiver.label:
             self._disconnect(receiver)
             self._connect(receiver)
-        client.post("pause?mode=wait")  # all ranks have their answers: only an engine that hangs has any to give
-        # An answer that such weights write must not be taken for one of the weights before or after them.
+        client.post("pause?mode=wait")  # quick, since all ranks have their answers
+        # Answers by half-replaced weights must not pass for answers by the old or the new ones.
         client.post("update_weight_version", {"new_version": INCOMPLETE})
         client.post("start_weight_update")
 
@@ -150,7 +150,7 @@ class WeightSender:
         receiver.label, receiver.problem = label, ""
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of the weights that servers do not compute with; nothing before the first push."""
+        """Return the names of weights that differ on servers; none before the first push."""
         problems: dict[str, str] = {}
         live = [receiver for receiver in self._receivers if receiver.channel is not None and self._layouts]
         for receiver in live:
@@ -178,17 +178,17 @@ class WeightSender:
         try:
             channel.send(bucket, cancelled=lambda: request.done() and request.exception() is not None)
         except RuntimeError:
-            channel.close()  # the workers' part fails now, and says why
-            request.result()
+            channel.close()  # makes the workers' request fail
+            request.result()  # raises their error, which is more precise
             raise
 
     def _each(
         self, step: Callable[[Receiver], None], receivers: Sequence[Receiver], problems: dict[str, str]
     ) -> list[Receiver]:
-        """Do a step with all receivers at once.
+        """Run a step for all receivers concurrently.
 
         Returns:
-            those with which it worked; what was wrong with the others is added to `problems`, by address.
+            the receivers for which it succeeded; the errors of the others are added to `problems`, by address.
         """
 
         def attempt(receiver: Receiver) -> str:
@@ -206,7 +206,7 @@ class WeightSender:
                 continue
             url = receiver.client.url
             problems[url] = problem
-            if problem != receiver.problem:  # a server may be gone for many pushes
+            if problem != receiver.problem:  # warn once, not at every push
                 logger.warning("rollout server %s takes no weights and is left out until it does: %s", url, problem)
             receiver.problem = problem
         return live
@@ -214,8 +214,8 @@ class WeightSender:
     def _give_up(self, receiver: Receiver, *, silent: bool) -> None:
         self._disconnect(receiver)
         if silent:
-            return  # it would be waited for again
-        # What waits at the server comes back with a label that nobody takes, and is asked of another one.
+            return  # another request would wait for its time limit again
+        # Requests that wait at the server end with the label `INCOMPLETE`, so they are sent to another server.
         with suppress(ServerError):
             if receiver.client.weight_version() == INCOMPLETE:
                 end_update(receiver.client)
@@ -228,7 +228,7 @@ class WeightSender:
         receiver.channel, receiver.label = None, ""
 
     def _buckets(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[Layout, torch.Tensor]]:
-        """Copies of the weights, each of which is valid only until the next one comes, as buckets of bytes."""
+        """Copy the weights into buckets; each given weight is valid only until the next one."""
         copies, size = list[tuple[str, torch.Tensor]](), 0
         for name, weight in weights:
             copies.append((name, weight.detach().clone(memory_format=torch.contiguous_format)))
@@ -241,6 +241,6 @@ class WeightSender:
 
 
 def _taken(receiver: Receiver) -> Any:
-    """Wait until a server has taken what was sent; what it says."""
+    """Wait until a server has received what was sent; return its response."""
     assert receiver.request is not None
     return receiver.request.result()

@@ -1,8 +1,8 @@
-"""What vLLM's worker processes need beyond vLLM to serve rollouts.
+"""Extension of vLLM's worker processes for rollouts.
 
-`vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.RolloutWorker` imports this module in each worker
-before the model is made, so that `--weight-transfer-config '{"backend": "packed_nccl"}'` (on CPUs "gloo") is known
-there, and so that the worker ends when the server is killed.
+`vllm serve --worker-extension-cls exgrpo.train.rollout.server.worker.WorkerExtension` imports this module in each
+worker before the model is made. This registers the backends of `--weight-transfer-config '{"backend": "packed_nccl"}'`
+(on CPUs "gloo"), and makes the worker end when the server is killed.
 """
 
 import os
@@ -32,11 +32,11 @@ with needs(__name__, "exgrpo[vllm]"):
 class PackedWeightTransferEngine(NCCLWeightTransferEngine):
     """vLLM's weight transfer over NCCL, but with all weights of an update in one broadcast.
 
-    vLLM has one of its own, whose streams keep up to a bucket of memory each from update to update in 0.32.
+    vLLM's own packed transfer keeps up to a bucket of memory per stream between updates in 0.32.
     """
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive and load a bucket; where it fails, the trainer hears it at once."""
+        """Receive and load a bucket; on failure leave the group, so that the trainer gets an error at once."""
         try:
             for name, weight in _received(self, update_info.names, update_info.dtype_names, update_info.shapes):
                 self.model.load_weights([(name, weight)])
@@ -46,7 +46,7 @@ class PackedWeightTransferEngine(NCCLWeightTransferEngine):
 
 
 class GlooWeightTransferEngine(PackedWeightTransferEngine):
-    """The same with gloo in the place of NCCL: for CPUs."""
+    """Packed weight transfer over gloo, for CPUs."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Join the trainer's group."""
@@ -56,11 +56,11 @@ class GlooWeightTransferEngine(PackedWeightTransferEngine):
         self.model_update_group = join_gloo(init_info.master_address, init_info.master_port, rank, init_info.world_size)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load a bucket; vLLM's own waits for an accelerator afterwards."""
+        """Receive and load a bucket, without the wait for an accelerator of vLLM's own method."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """End the update, and pack a tied head anew."""
+        """End the update and repack a tied head."""
         super().finish_weight_update()
         repack_tied_head(self.model)
 
@@ -68,7 +68,7 @@ class GlooWeightTransferEngine(PackedWeightTransferEngine):
 def _received(
     engine: NCCLWeightTransferEngine, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a bucket that the trainer sends, each on the worker's device."""
+    """Receive a bucket from the trainer and yield its weights on the worker's device."""
     over_gloo, types = isinstance(engine, GlooWeightTransferEngine), [getattr(torch, dtype) for dtype in dtypes]
     device = torch.device("cpu") if over_gloo else engine.device
     bucket = torch.empty(packed_bytes(types, shapes), dtype=torch.uint8, device=device)
@@ -76,15 +76,15 @@ def _received(
     yield from zip(names, unpack(bucket, types, shapes), strict=True)
 
 
-class RolloutWorker:
-    """Methods that `/collective_rpc` can call on a worker; vLLM makes it a base of its worker class."""
+class WorkerExtension:
+    """Methods that `/collective_rpc` can call on a worker; vLLM adds it to the bases of its worker class."""
 
     vllm_config: Any
     weight_transfer_engine: NCCLWeightTransferEngine | None
     model_runner: Any
 
     def rollout_facts(self) -> dict[str, Any]:
-        """What the trainer checks before it takes the server: all of it is JSON."""
+        """Return the facts that the trainer checks, as JSON values."""
         config = self.vllm_config
         transfer = config.weight_transfer_config
         return {
@@ -100,7 +100,7 @@ class RolloutWorker:
         }
 
     def rollout_differing(self, buckets: list[dict[str, Any]]) -> list[str]:
-        """Names of the weights in those buckets, which the trainer sends, with which this worker does not compute."""
+        """Receive the weights of all buckets and return the names of those that differ from this worker's."""
         transfer = self.weight_transfer_engine
         weights = chain.from_iterable(
             _received(transfer, bucket["names"], bucket["dtype_names"], bucket["shapes"]) for bucket in buckets
@@ -108,7 +108,7 @@ class RolloutWorker:
         try:
             return differing(self.model_runner.get_model(), weights)
         finally:
-            for _ in weights:  # the trainer sends all of them, whatever went wrong here
+            for _ in weights:  # receive the rest, also after an error: the trainer sends all buckets
                 pass
 
 

@@ -1,7 +1,7 @@
-"""Answers token by token: a batch of rows, of which those that have ended are left out.
+"""Decode a batch of answers token by token, dropping rows that have ended.
 
-Keys and values are in a cache that grows in place, and whose rows can be chosen. N answers of the batch, M prompts, P
-tokens of the longest prompt, R tokens of the longest answer, T tokens so far.
+Keys and values are in a cache that grows in place and can drop rows. Shapes: N answers, M prompts, P tokens of the
+longest prompt, R tokens of the longest answer, T tokens so far.
 """
 
 import inspect
@@ -20,9 +20,9 @@ from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Drawn, Noise, draw
 
 KEPT = 0.8
-"""Rows that have ended stay until fewer than this fraction is left: to leave them out copies the cache."""
+"""Rows that have ended are dropped once less than this fraction is open, since dropping copies the cache."""
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-"""By which models take their cache: all since transformers 5.24, those with attention and those without before."""
+"""Names of a model's argument for the cache: of all since transformers 5.24; before, with and without attention."""
 
 
 @torch.inference_mode()
@@ -37,22 +37,22 @@ def decode(
     pad: int,
     shared: int,
 ) -> Iterator[tuple[int, Rollout]]:
-    """Sample answers and give each with its number as soon as it is finished.
+    """Sample answers and yield each with its index as soon as it is finished.
 
-    The prompts are read once each, whatever number of answers they have, and what they begin with once.
+    Each prompt is computed once for all of its answers, and a prefix that all prompts share is computed once.
 
     Args:
-        model: on the device where it computes.
+        model: the model, on its device.
         prompts: M prompts.
-        prompt_of: [N], which prompt each answer belongs to.
-        sampling: [N], how; they differ in lengths and stop strings alone.
-        noise: of N answers.
+        prompt_of: [N] index of the prompt of each answer.
+        sampling: [N] sampling parameters; they may differ only in lengths and stop strings.
+        noise: random numbers of the N answers.
         eos: token ids that end an answer.
-        pad: fills up, on the left, what prompts have for themselves.
-        shared: tokens that all prompts begin with, which are read once; 0 for a model that does not keep all.
+        pad: token id for padding prompts on the left.
+        shared: length of the common prefix of all prompts; must be 0 unless `keeps_all`.
 
     Raises:
-        RolloutError: the model does not use the cache that it is given.
+        RolloutError: the model does not use the given cache.
     """
     state = _Rows(model, prompts, pad, shared)
     logits = state.read(state.tokens)
@@ -69,7 +69,7 @@ def decode(
         last = (tokens[:, None] == eos).any(1)
         ended = open_ & (last | (limits[answers] == position + 1))
         for place in np.flatnonzero(open_ & ~ended) if stops else ():
-            # A token in which a stop string ends; what is to be cut is found later.
+            # Only detects a stop string; `Stops.cut` cuts the answer later.
             ended[place] = sampling[answers[place]].stop.reached(written.response[answers[place], : position + 1])
         for place in np.flatnonzero(ended):
             answer = int(answers[place])
@@ -85,7 +85,7 @@ def decode(
 
 
 class _Written:
-    """What has been written of N answers of at most R tokens; `response`: [N, R] int32 token ids."""
+    """Buffers of N answers of at most R tokens; `response`: [N, R] int32 token ids."""
 
     def __init__(self, answers: int, longest: int) -> None:
         shape = (answers, longest)
@@ -94,7 +94,7 @@ class _Written:
         self._words: list[list[TokenIds]] = [[] for _ in range(answers)]
 
     def add(self, answers: npt.NDArray[np.int64], position: int, drawn: Drawn) -> npt.NDArray[np.int64]:
-        """Take in the tokens that were drawn for some answers at a position, and give them."""
+        """Store the tokens drawn for some answers at a position, and return them on the CPU."""
         tokens = drawn.token.cpu().numpy()
         self.response[answers, position] = tokens
         self._log_prob[answers, position] = drawn.log_prob.cpu().numpy()
@@ -105,7 +105,6 @@ class _Written:
         return tokens
 
     def rollout(self, answer: int, length: int, sampling: Sampling, *, finished: bool) -> Rollout:
-        """An answer of so many tokens."""
         response = self.response[answer, :length].copy()
         kept = KeptSets.of(self._words[answer]) if sampling.kept else None
         if not sampling.log_prob:
@@ -115,9 +114,9 @@ class _Written:
 
 
 class _Rows:
-    """What the model has read of each row, at first of what all prompts begin with.
+    """Rows of a batch with their cache, which at first holds the shared prefix.
 
-    `tokens`: [M, P] int64, the prompts behind that, with pads on their left.
+    `tokens`: [M, P] int64, the prompts after the shared prefix, padded on the left.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[TokenIds], pad: int, shared: int) -> None:
@@ -139,7 +138,7 @@ class _Rows:
             self._pads = pads
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, V] logits behind the last of [N, R] new tokens."""
+        """Run the model on [N, R] new tokens; returns [N, V] logits after the last."""
         new = np.arange(self._length, self._length + tokens.shape[1])
         self._length += tokens.shape[1]
         behind = np.arange(self._length) - self._shared
@@ -152,7 +151,7 @@ class _Rows:
             "output_router_logits": False,
             **dict.fromkeys(CACHE_ARGUMENTS, self._cache),
         }
-        # Without a mask nothing need be looked for. A model without attention takes that of new tokens only.
+        # Without a mask attention is faster. A model without attention takes a mask of the new tokens only.
         plain = mask.all() or (len(new) == 1 and not self._attends)
         output: Any = self._model(
             input_ids=tokens.to(device),
@@ -160,37 +159,36 @@ class _Rows:
             use_cache=True,
             **{name: value for name, value in known.items() if name in self._accepted},
         )
-        # A model that has made a cache of its own has read the new tokens alone.
+        # A model that made its own cache has seen the new tokens alone, so its logits are wrong.
         if not any(value is self._cache for value in output.values()):
             raise RolloutError(
                 f"rollout.engine: {type(self._model).__name__} of transformers {transformers.__version__} does not use "
-                "the cache that it is given; take rollout.engine vllm, or a version that docs/compatibility.md lists"
+                "the given cache; take rollout.engine vllm, or a version that docs/compatibility.md lists"
             )
         return output.logits[:, -1]
 
     def select(self, rows: npt.NDArray[np.int64]) -> None:
-        """Go on with some of the rows, in this order."""
+        """Keep only these rows, in this order."""
         self._cache.reorder_cache(torch.from_numpy(rows).to(self._model.device))
         self._pads = self._pads[rows]
 
 
 def grown(length: int) -> int:
-    """Tokens that a layer gets room for when it has to hold so many: growing often would copy often."""
+    """Return the capacity in tokens to allocate for `length` tokens: more, since each growth copies the cache."""
     return length + length // 4 + 32
 
 
 class Room:
-    """Memory [N, heads, R, width] in which a tensor [N, heads, T, width] grows in place, T <= R.
+    """Buffer [N, heads, R, width] in which a tensor [N, heads, T, width] grows in place, T <= R.
 
-    The tensor is in the hands of transformers, whose methods may put another one in its place. The room counts only
-    while the tensor is the view that was made last.
+    Methods of transformers may replace the tensor, so the buffer is used only while the tensor is its latest view.
     """
 
     def __init__(self) -> None:
         self._room = self._view = torch.empty(0, 0)
 
     def append(self, held: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """Return what is held with the states [N, heads, T', width] of new tokens behind it."""
+        """Append the states [N, heads, T', width] of new tokens to `held` and return all."""
         if held is None or not held.numel():
             held = new[..., :0, :]
         start, length = held.shape[-2], held.shape[-2] + new.shape[-2]
@@ -202,7 +200,7 @@ class Room:
         return self._view
 
     def select(self, held: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return rows of what is held, some of them several times or not at all; as it is while nothing is held."""
+        """Return rows of `held` by index, with repetition or without; an empty `held` is returned as it is."""
         if held is None or not held.numel():
             return held
         if held is not self._view:
@@ -213,9 +211,9 @@ class Room:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values [N, heads, T, head_dim] of a layer; a token is written into room that is there already.
+    """Cache layer with keys and values [N, heads, T, head_dim] that appends tokens in place.
 
-    The layer of transformers copies all that it holds for every token.
+    `DynamicLayer` copies the whole cache for every token.
     """
 
     keys: torch.Tensor | None
@@ -228,7 +226,7 @@ class RoomyLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the states of new tokens; returns those of all tokens, which are views."""
+        """Append the states of new tokens; returns views of the states of all tokens."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self._rooms
@@ -237,18 +235,18 @@ class RoomyLayer(DynamicLayer):
         return appended
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Take rows of the cache, which keep their room."""
+        """Keep rows of the cache, with their spare capacity."""
         keys, values = self._rooms
         self.keys, self.values = keys.select(self.keys, beam_idx), values.select(self.values, beam_idx)
 
 
 def keeps_all(config: Any) -> bool:
-    """Whether a model keeps the keys and values of all tokens in all layers, so that pads may stand between tokens."""
+    """True if all layers cache the keys and values of all tokens, so that padding between tokens can be masked."""
     return all(type(layer) is RoomyLayer for layer in roomy_cache(config).layers)
 
 
 def roomy_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model; layers of other kinds (sliding windows, states) stay as transformers makes them."""
+    """Return an empty cache for a model; other kinds of layers (sliding windows, states) are those of transformers."""
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

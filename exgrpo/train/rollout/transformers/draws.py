@@ -1,7 +1,4 @@
-"""Tokens drawn from logits, each answer with random numbers of its own.
-
-N rows, V tokens of the vocabulary.
-"""
+"""Sample tokens from logits with independent random numbers per answer. Shapes: N rows, V tokens of the vocabulary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +12,18 @@ from exgrpo.train.common.records import KeptSets
 from exgrpo.train.rollout.engine import Sampling
 
 _AHEAD = 64
-"""Positions for which an answer's random numbers are made at once."""
+"""Number of positions whose random numbers are generated at once."""
 _BLOCK = 256
-"""Tokens whose probabilities are summed before the sums are."""
+"""Block size of the two-level sum over the vocabulary."""
 
 
 class Noise:
-    """Uniform numbers in [0, 1) by answer and position, from counters (Philox).
+    """Uniform random numbers in [0, 1) by answer and position, counter-based (Philox).
 
-    That of an answer depends on its prompt's seed, on which of the samples it is and on the position alone: neither on
-    the rows beside it nor on the process that generates it.
+    They depend only on the prompt's seed, the sample's index and the position: not on other rows or on the process.
 
     Args:
-        keys: for each answer the seed of its prompt, below 2^64, and its number among the samples.
+        keys: for each answer the seed of its prompt, below 2^64, and its index among the samples.
     """
 
     def __init__(self, keys: Sequence[tuple[int, int]]) -> None:
@@ -37,7 +33,7 @@ class Noise:
         self._numbers = np.empty((len(keys), _AHEAD))
 
     def at(self, position: int, answers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The numbers of some answers at a position; positions come one after another from 0."""
+        """Return the numbers of some answers at a position; to be called for positions 0, 1, 2, ... in order."""
         if position % _AHEAD == 0:
             for answer in answers:
                 self._numbers[answer] = self._streams[answer].random(_AHEAD)
@@ -46,13 +42,13 @@ class Noise:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Tokens drawn from distributions.
+    """Sampled tokens.
 
     Attributes:
         token: [N] int64.
-        log_prob: [N] fp32 log-probability of each in the distribution that it was drawn from.
+        log_prob: [N] fp32 log-probability in the distribution that was sampled from.
         entropy: [N] fp32 entropy of that distribution in nats.
-        kept: [N] the words that it has; None: nobody asked.
+        kept: [N] ids with a probability above 0 in it; None: not requested.
     """
 
     token: torch.Tensor
@@ -62,7 +58,7 @@ class Drawn:
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Drawn:
-    """Draw a token per row by inverting the cumulative distribution at the sampling's temperature, cut as it says.
+    """Sample a token per row by inverting the cumulative distribution, after temperature, top-k, top-p and min-p.
 
     Args:
         logits: [N, V].
@@ -88,16 +84,16 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Dra
 
 
 def _left(logits: torch.Tensor) -> KeptSets:
-    """[N] the words that [N, V] logits have left; of a row that has all, none, which stands for them."""
+    """Return the ids allowed by [N, V] logits; a row that allows all gets an empty set, which means all."""
     inside = logits > -torch.inf
     inside &= ~inside.all(1, keepdim=True)
     return KeptSets.of_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
 
 
 def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[N] int64: the token in whose part of the cumulative distribution a number lies; one of probability 0 never.
+    """Return [N] int64 tokens by inverting the cumulative distribution; never a token of probability 0.
 
-    Sums of blocks come first: a running sum over a large vocabulary would be slow and gather rounding errors.
+    Sums blocks first: a running sum over a large vocabulary would be slow and accumulate rounding errors.
 
     Args:
         probability: [N, V].
@@ -113,7 +109,7 @@ def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _find(weight: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in the running sum of [N, W] weights a fraction of the whole lies, and the fraction within that weight."""
+    """Invert the running sum of [N, W] weights: index of the weight, and the fraction within that weight."""
     reached = weight.cumsum(-1)
     wanted = (uniform * reached[:, -1])[:, None]
     last = weight.shape[-1] - 1 - (weight.flip(-1) > 0).int().argmax(-1, keepdim=True)

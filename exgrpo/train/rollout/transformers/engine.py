@@ -1,4 +1,4 @@
-"""Rollouts by an unsharded model, one per rank: a copy of the policy, or the policy where one process has it whole."""
+"""Rollouts by an unsharded model per rank: a copy of the policy, or the policy itself in a single process."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class TransformersEngine:
-    """Answers in batches, sorted by the length of their prompts.
+    """Generates in batches of prompts of similar length.
 
     Args:
         settings: the model and how to generate.
-        world: the ranks, of which each has an engine of its own.
-        model: what generates; None: a copy, to be made before any HfDeepSpeedConfig exists, which would shard it.
+        world: the ranks, each with its own engine.
+        model: the model; None: loads a copy, before any HfDeepSpeedConfig exists, which would shard it.
     """
 
     unrepeatable: str | None = None
@@ -52,7 +52,7 @@ class TransformersEngine:
         return model.to(self.device).eval().requires_grad_(False)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """See `RolloutEngine.generate`; prompts of about the same length are answered together."""
+        """Generate as `RolloutEngine.generate`, in batches by the length of the prompts."""
         jobs = [(i, sample) for i, request in enumerate(requests) for sample in range(request.count)]
         jobs.sort(key=lambda job: len(requests[job[0]].prompt))
         while jobs:
@@ -80,7 +80,6 @@ class TransformersEngine:
                 yield Finished(i, sample, requests[i].sampling.stop.cut(rollout))
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.push_weights`."""
         own = dict(self.model.named_parameters())
         for name, weight in weights:
             if name not in own:
@@ -90,12 +89,10 @@ class TransformersEngine:
             raise ValueError(f"weights: nothing came for {', '.join(sorted(own)[:5])} ({len(own)} parameters)")
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """See `RolloutEngine.differing`."""
         own = dict(self.model.named_parameters())
         return [name for name, weight in weights if not torch.equal(own[name], weight.to(own[name].device))]
 
     def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
         prompt_tokens = self._prompt_tokens
         counts = EngineCounts(prompt_tokens, prompt_tokens - self._read_tokens, self._asleep_seconds)
         self._prompt_tokens = self._read_tokens = 0
@@ -121,36 +118,35 @@ class TransformersEngine:
 
 
 def attends_one_token(settings: EngineSettings, model: PreTrainedModel) -> bool:
-    """Whether a model is to generate with the attention `ONE_TOKEN`."""
+    """True if the model shall generate with the attention `ONE_TOKEN`."""
     return settings.attention == "sdpa" and model._can_set_attn_implementation()
 
 
 class SharedEngine(TransformersEngine):
-    """The policy generates: it has its present weights, adapters beside weights in 4 bits included; nothing is pushed.
+    """Generates with the policy's own module (with adapters on 4-bit weights, too), so no weights are pushed.
 
-    Awake, its module is as a copy would be, so its answers are those of a copy: in evaluation mode, with plain layers
-    and the attention for one token, and no parameter is trained, for PyTorch chooses its products by that, too. Asleep,
-    it is as the trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead` needs
-    servers.
+    Awake, the module is configured as a copy would be, so that answers are the same: evaluation mode, plain layers, the
+    attention for one token, and no parameter requires a gradient, since PyTorch selects matrix kernels by that, too.
+    Asleep, it is as the trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead`
+    needs servers.
 
     Args:
         settings: how to generate.
-        world: the process that is alone.
-        policy: of that process, whole.
+        world: the single process.
+        policy: the unsharded policy of that process.
     """
 
     def __init__(self, settings: EngineSettings, world: World, policy: "Policy") -> None:
         super().__init__(settings, world, policy.model)
         self._policy = policy
         self._one_token = attends_one_token(settings, policy.model)
-        # While it is awake: the trainer's mode and attention, and the parameters that are trained.
+        # The trainer's mode, attention and trained parameters, to be restored in `sleep`; None while asleep.
         self._trainers: tuple[bool, str, list[nn.Parameter]] | None = None
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Nothing: the module has them."""
+        """Do nothing: the module has the weights."""
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """See `RolloutEngine.differing`."""
         pairs = zip(weights, self._policy.weights(), strict=True)
         return [name for (name, weight), (_, own) in pairs if not torch.equal(own, weight.to(own.device))]
 
@@ -160,7 +156,7 @@ class SharedEngine(TransformersEngine):
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self._trainers = self.model.training, self.model.config._attn_implementation, trained
             self.model.eval().requires_grad_(False)
-            if self._policy.compiled:  # they would be compiled again and again, as the cache grows
+            if self._policy.compiled:  # the growing cache would cause a recompilation for each length
                 torch.compiler.set_stance("force_eager")
             if self._one_token:
                 self.model.set_attn_implementation(ONE_TOKEN)
@@ -178,10 +174,10 @@ class SharedEngine(TransformersEngine):
                 self.model.set_attn_implementation(attention)
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Drop the references to the module."""
         del self.model, self._policy
 
 
 def shares_policy(config: Config, ranks: int) -> bool:
-    """Whether the policy itself generates: by transformers, where one process has it whole."""
+    """True if the policy itself generates: engine transformers in a single process."""
     return config.rollout.engine == "transformers" and ranks == 1

@@ -1,1 +1,1 @@
-"""Answers of several turns: what an environment says between what the policy writes."""
+"""Answers of several turns: the policy and an environment write alternately."""

@@ -1,6 +1,6 @@
-"""Generation in turns: the policy writes, the environment replies, the policy goes on behind the reply.
+"""Generation in turns: the policy writes, the environment replies, the policy continues after the reply.
 
-Tokens in, tokens out: the policy reads the very tokens that it has written, and a reply is encoded once.
+The policy's tokens are never decoded and encoded again, and a reply is encoded once.
 """
 
 import logging
@@ -26,21 +26,21 @@ from exgrpo.train.rollout.turns.environments import Encode, Environment, Reply, 
 
 logger = logging.getLogger(__name__)
 THREADS = 32
-"""Replies that are worked on at a time."""
+"""Replies computed at a time."""
 
 
 @dataclass(eq=False)
 class _Answer:
-    """An answer in the making.
+    """An unfinished answer.
 
     Attributes:
-        request: that asked for it, by its number.
-        sample: which answer to that request.
-        reply: of the environment.
-        parts: turns and observations in their order; an observation has no log-probs.
-        unanswered: what the policy has written since the last reply.
-        turns: of the policy.
-        closed: whether an EOS token has ended the last one.
+        request: index of its request.
+        sample: index of the answer within the request.
+        reply: the environment's function for this answer.
+        parts: turns and observations in order; an observation has no log-probs.
+        unanswered: text that the policy has written since the last reply.
+        turns: number of the policy's turns.
+        closed: True if the last turn ended with an EOS token.
     """
 
     request: int
@@ -60,7 +60,7 @@ class _Answer:
         return sum(map(len, self.tokens))
 
     def finished(self, *, whole: bool) -> Finished:
-        """The answer as it is; `whole`: nothing is missing."""
+        """Return the answer as it is; `whole`: it was not cut."""
         written = [np.full(len(part.response), part.written is None) for part in self.parts]
         alone = all(mask.all() for mask in written)
         rollout = Rollout(
@@ -74,7 +74,7 @@ class _Answer:
         return Finished(self.request, self.sample, rollout)
 
     def _joined(self, name: str) -> Any:
-        """One number for each token, 0 of observations; None where the engine gave none."""
+        """Join one number per token, 0 for observations; None if the engine gave none."""
         of_parts = [getattr(part, name) for part in self.parts]
         if of_parts[0] is None:
             return None
@@ -83,16 +83,16 @@ class _Answer:
 
 
 class Conversations:
-    """Answers that an environment takes part in.
+    """Generates answers with an environment.
 
     Args:
-        environment: replies.
-        options: of the run.
-        encode: replies to token ids.
-        decode: token ids to text, special tokens kept.
+        environment: writes the replies.
+        options: options of the run.
+        encode: encodes replies to token ids.
+        decode: decodes token ids to text, special tokens included.
 
     Attributes:
-        broken: answers that ended since the environment failed or took too long, since this was last set to 0.
+        broken: answers that ended because the environment failed or took too long, since this was last set to 0.
     """
 
     def __init__(self, environment: Environment, options: EnvironmentConfig, encode: Encode, decode: Decode) -> None:
@@ -101,15 +101,15 @@ class Conversations:
         self.encode = encode
         self.decode = decode
         self.broken = 0
-        self._threads = ThreadPool(THREADS)  # a process ends without waiting for one that hangs
+        self._threads = ThreadPool(THREADS)  # daemon threads: a reply that hangs does not keep the process alive
 
     def generate(
         self, engine: RolloutEngine, requests: Sequence[Request], questions: Sequence[Question]
     ) -> Iterator[Finished]:
-        """As `RolloutEngine.generate`, with the question of each request; `max_tokens` counts observations, too.
+        """Generate as `RolloutEngine.generate`, given the question of each request; `max_tokens` includes observations.
 
-        All answers take a turn together. What an answer is told depends on its own text alone, so the same seeds give
-        the same answers.
+        All open answers take a turn together. A reply depends on the text of its own answer alone, so the same seeds
+        give the same answers.
         """
         asked = list(requests)
         of_asked = [
@@ -134,12 +134,12 @@ class Conversations:
                     open_.append(answer)
                 else:
                     yield answer.finished(whole=whole)
-            open_.sort(key=lambda answer: (answer.request, answer.sample))  # whatever was finished first
+            open_.sort(key=lambda answer: (answer.request, answer.sample))  # independent of the order they finished in
             asked = [self._next(answer, requests[answer.request]) for answer in open_]
             of_asked = [[answer] for answer in open_]
 
     def _stops(self, request: Request) -> Stops:
-        """What ends a turn: the strings at which the policy waits, too."""
+        """Return the strings that end a turn: those of the sampling and those of the environment."""
         return Stops((*request.sampling.stop.strings, *self.environment.stop), self.decode)
 
     def _next(self, answer: _Answer, request: Request) -> Request:
@@ -151,7 +151,7 @@ class Conversations:
         )
 
     def _take(self, answer: _Answer, turn: Rollout, request: Request) -> bool | None:
-        """Add a turn of the policy; whether the answer is whole (True) or cut (False), or waits for a reply (None)."""
+        """Append a turn; return True if the answer is complete, False if it was cut, None if it needs a reply."""
         answer.parts.append(turn)
         answer.turns += 1
         if not turn.finished:
@@ -163,12 +163,12 @@ class Conversations:
         return None
 
     def _hear(self, answer: _Answer, result: "AsyncResult[str | None]", end: float, request: Request) -> bool | None:
-        """Add the reply, which is waited for until a time of the monotonic clock; returns as `_take` does."""
+        """Wait for the reply until `end` (monotonic clock) and append it; return as `_take`."""
         try:
             reply = result.get(max(0.0, end - time.monotonic()))
             if not (reply is None or isinstance(reply, str)):
                 raise TypeError(f"a reply is a text or None, and this is {shown(reply)}")
-        except Exception as error:  # whatever an environment raises
+        except Exception as error:  # an environment may raise anything
             self._break(error)
             return False
         if reply is None and answer.closed:
@@ -191,10 +191,10 @@ class Conversations:
 
 
 def conversations_of(options: EnvironmentConfig, pretrained: Pretrained) -> Conversations | None:
-    """Those of a program with a model; None: the policy writes alone.
+    """Make the conversations of a run with an environment; None: it has none.
 
     Raises:
-        ConfigError: the environment is not there, or the model's chat template has no place for its replies.
+        ConfigError: there is no such environment, or the model's chat template does not accept its replies.
     """
     environment = find_environment(options)
     if environment is None:

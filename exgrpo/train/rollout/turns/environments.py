@@ -1,4 +1,4 @@
-"""Environments as functions: found, what they take, and what they say as token ids."""
+"""Find environment functions, bind their columns, and encode their replies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns, columns_of
 
 Reply = Callable[[str], str | None]
-"""What the policy has written since the last reply, to what comes behind it; None: nothing."""
+"""Takes the text that the policy has written since the last reply; returns the text to append, or None."""
 Encode = Callable[[str, bool], TokenIds]
-"""A reply, and whether the turn before it ended with an EOS token, to the token ids behind that turn."""
+"""Takes a reply, and True if the turn before it ended with EOS; returns the token ids to append to that turn."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment by its name.
+    """An environment function.
 
     Attributes:
-        name: of its function.
-        function: begins an answer.
-        columns: of a question's row that the function takes.
+        name: name of the function.
+        function: called at the beginning of an answer.
+        columns: columns of a question's row that the function takes.
         stop: strings at which the policy waits for a reply.
     """
 
@@ -35,14 +35,14 @@ class Environment:
     stop: tuple[str, ...]
 
     def begin(self, question: Question) -> Reply:
-        """What replies in one answer to a question.
+        """Return the reply function for one answer to a question.
 
         Raises:
-            RolloutError: the function fails, or gives nothing that can be called.
+            RolloutError: the environment raises, or returns something that is not callable.
         """
         try:
             reply = self.function(question.text, question.gold, **self.columns.of(question.columns))
-        except Exception as error:  # whatever it raises
+        except Exception as error:  # user code may raise anything
             cause = f"{type(error).__name__}: {shown(error)}"
             raise self._useless(question, cause) from error
         if not callable(reply):
@@ -51,13 +51,13 @@ class Environment:
 
     def _useless(self, question: Question, cause: str) -> RolloutError:
         return RolloutError(
-            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Mend it, and go on "
+            f"environment {self.name!r} cannot begin an answer to {shown(question.text)}: {cause}. Fix it, and go on "
             "with --resume auto"
         )
 
 
 def find_environment(options: EnvironmentConfig) -> Environment | None:
-    """The environment of a run; None: it has none.
+    """Return the environment of a run; None: it has none.
 
     Raises:
         ConfigError: there is no such function, or it cannot be called with a question.
@@ -72,22 +72,22 @@ def find_environment(options: EnvironmentConfig) -> Environment | None:
 
 
 def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -> Encode:
-    """How the replies of a run are encoded.
+    """Return the function that encodes replies.
 
     Args:
-        options: whether replies are messages.
-        tokenizer: of the model.
+        options: the role of replies; None: they are appended as plain text.
+        tokenizer: tokenizer of the model.
         eos: ids of the tokens that end a turn.
 
     Raises:
-        ConfigError: the chat template has no place for such messages.
+        ConfigError: the chat template does not accept messages of this role.
     """
     if options.role is None:
         return lambda text, closed: _ids(tokenizer, text)
     role = options.role
 
     def encode(text: str, closed: bool) -> TokenIds:
-        """Behind a turn that an EOS token has not closed, the one of the template comes first."""
+        """Encode a reply; after a turn without an EOS token, the template's own one comes first."""
         from exgrpo.train.policy.tokenizer import behind_an_answer  # brings torch, which early checks do without
 
         try:
@@ -103,7 +103,7 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
     if not np.isin(first, eos).all():
         raise ConfigError(
             f"environment.role: the chat template closes an answer with {shown(tokenizer.decode(first))}, which does "
-            "not end a turn of this model: leave environment.role out, and let the function write what stands between "
+            "not end a turn of this model: leave environment.role out, and let the function write the text between "
             "two turns"
         )
     return encode

@@ -1,1 +1,1 @@
-"""vLLM as a guest in the trainer's process."""
+"""vLLM inside the trainer's process."""

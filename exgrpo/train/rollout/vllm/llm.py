@@ -1,10 +1,10 @@
-"""vLLM's engine in this process: all calls of vLLM to generate, and what differs between its versions.
+"""Wrapper of vLLM's engine in this process; handles the differences between its versions.
 
-The versions from 0.26 on have the calls that are made here. What differs is met in one way for all of them:
+All versions from 0.26 on have the calls made here. Workarounds, applied for all of them:
 
-- 0.26 does not set its configuration around a reload of weights, and its layers ask for it: `Llm.reload` sets it;
-- 0.26 wakes memory without giving back what torch has cached and nobody uses: `Sleep.wake` gives it back before;
-- up to 0.30 an engine of which a part is awake does not fall asleep: `Sleep.sleep` wakes the rest before.
+- 0.26 does not set its configuration during a reload of weights, though its layers need it: `Llm.reload` sets it;
+- 0.26 wakes without freeing torch's unused cached memory: `Sleep.wake` frees it before;
+- up to 0.30 a partly awake engine does not fall asleep: `Sleep.sleep` wakes the rest before.
 """
 
 import time
@@ -18,17 +18,17 @@ from exgrpo.train.common.errors import RolloutError, shown
 from exgrpo.train.rollout.vllm.process import kept_process_group
 
 STEPS_BEHIND = 2
-"""Steps after which vLLM has given up the blocks of a request that was aborted while it was computed."""
+"""Steps after which vLLM has freed the blocks of a request that was aborted during its computation."""
 OF_DEVICE = ("cuda", "cumem", "cublas", "nccl", "out of memory", "memory usage increased")
-"""What is in the message of an error of the GPU or of the pool from which vLLM takes its memory."""
+"""Texts in messages of errors of the GPU or of vLLM's memory pool."""
 
 
 @contextmanager
 def clear_errors(doing: str) -> Iterator[None]:
-    """Give an error of the GPU, or of vLLM's memory pool, in one line.
+    """Turn errors of the GPU and of vLLM's memory pool into a RolloutError of one line; others are defects.
 
     Raises:
-        RolloutError: of such an error; other ones are defects and stay as they are.
+        RolloutError: such an error occurred.
     """
     try:
         yield
@@ -42,17 +42,17 @@ def clear_errors(doing: str) -> Iterator[None]:
 
 
 def of_device(error: BaseException) -> bool:
-    """Whether an error is one of the GPU, or of vLLM's memory pool."""
+    """True for an error of the GPU or of vLLM's memory pool."""
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error).lower() for word in OF_DEVICE)
 
 
 class Llm:
-    """An engine of vLLM, whose steps this process makes.
+    """An engine of vLLM that is stepped by this process.
 
     Args:
         vllm: the module.
-        path: of the model.
-        arguments: of `vllm.LLM`, by name.
+        path: path of the model.
+        arguments: keyword arguments of `vllm.LLM`.
 
     Attributes:
         engine: vLLM's `LLMEngine`.
@@ -64,17 +64,17 @@ class Llm:
         self.engine = self._llm.llm_engine
 
     def busy(self) -> bool:
-        """Whether a request has not ended."""
+        """True if there are unfinished requests."""
         return bool(self.engine.has_unfinished_requests())
 
     def add(self, name: str, prompt: list[int], *, stream: bool, **sampling: Any) -> None:
-        """Ask for an answer.
+        """Add a request for an answer.
 
         Args:
-            name: of the request, in `step` and `abort`.
+            name: name of the request for `step` and `abort`.
             prompt: token ids.
-            stream: whether each step gives what there is of it, else the last one gives all.
-            sampling: of `vllm.SamplingParams`, by name.
+            stream: True: each step returns the answer so far; False: the last step returns it.
+            sampling: keyword arguments of `vllm.SamplingParams`.
         """
         kind = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
@@ -83,19 +83,19 @@ class Llm:
         self.engine.add_request(name, self._vllm.inputs.tokens_input(prompt), parameters)
 
     def step(self) -> list[Any]:
-        """Compute a token of each answer that has a place; vLLM's `RequestOutput`s."""
+        """Generate a token of each scheduled answer; returns vLLM's `RequestOutput`s."""
         with clear_errors("generate"):
             return list(self.engine.step())
 
     def abort(self, names: Sequence[str]) -> None:
-        """Give requests up."""
+        """Abort requests."""
         self.engine.abort_request(list(names))
 
     def forget_prompts(self) -> None:
-        """Forget the keys and values of all prompts; there are no requests.
+        """Drop the cached keys and values of all prompts; there must be no requests.
 
         Raises:
-            RolloutError: vLLM keeps some. Answers would mix them with those of other weights.
+            RolloutError: vLLM keeps some, which answers of later weights would reuse.
         """
         for _ in range(1 + STEPS_BEHIND):
             if self.engine.reset_prefix_cache():
@@ -108,23 +108,23 @@ class Llm:
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model."""
-        # vLLM keeps the parts of a fused matrix until all have come; a gathered weight lives until the next one.
+        # vLLM keeps the parts of a fused matrix until it has all; a gathered weight is valid until the next one.
         copies = ((name, weight.detach().clone()) for name, weight in weights)
         with clear_errors("take new weights"), self._vllm.config.set_current_vllm_config(self.engine.vllm_config):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
-        """What a function of the model's module gives, or of this rank's part of it."""
+        """Apply a function to the model's module, or this rank's part of it, and return its result."""
         (result,) = self._llm.apply_model(function)
         return result
 
     def sleep(self, level: int) -> None:
-        """Give the memory of cache and weights back; level 1 keeps the weights in CPU memory."""
+        """Free the memory of cache and weights; level 1 keeps the weights in CPU memory."""
         with clear_errors("give its memory back"):
             self._llm.sleep(level=level)
 
     def wake(self, tag: str) -> None:
-        """Take the memory of "weights" or "kv_cache" again."""
+        """Allocate the memory of "weights" or "kv_cache" again."""
         with clear_errors(f"take the memory of its {tag} again"):
             self._llm.wake_up(tags=[tag])
 
@@ -136,40 +136,40 @@ class Llm:
 
 
 class Sleep:
-    """The states of an engine that sleeps while the trainer has its GPU.
+    """State machine of an engine that sleeps while the trainer uses the GPU.
 
-    awake -> `sleep` -> asleep -> `wake_weights` -> weights there -> `wake` -> awake; any of them may be asked for in
-    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded, and not be
-    `weights_lost` any more, before the engine wakes. Level 0 never sleeps.
+    awake -> `sleep` -> asleep -> `wake_weights` -> weights allocated -> `wake` -> awake; each method may be called in
+    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded and
+    `weights_lost` reset before the engine wakes. Level 0 never sleeps.
 
     Args:
-        llm: whose memory it is.
+        llm: the engine.
         level: 0, 1 or 2.
     """
 
     def __init__(self, llm: Llm, level: int) -> None:
         self._level = level
         self.weights_lost = False
-        """Whether the weights were dropped and none were loaded since."""
+        """True if the weights were dropped and not loaded since."""
         self._llm = llm
         self.weights_asleep = False
-        """Whether the weights' memory was given back."""
+        """True if the weights' memory is freed."""
         self._cache_asleep = False
         self._since = 0.0
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Seconds without weights, of the sleeps that have ended since the last call of this method."""
+        """Return the seconds without weights, over the sleeps that ended since the last call of this method."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     @property
     def asleep(self) -> bool:
-        """Whether any memory was given back."""
+        """True if any memory is freed."""
         return self.weights_asleep or self._cache_asleep
 
     def sleep(self) -> None:
-        """Give the memory of weights and cache back."""
+        """Free the memory of weights and cache."""
         if self._level == 0 or self.weights_asleep:
             return
         self._wake_cache()
@@ -179,7 +179,7 @@ class Sleep:
         self._since = time.perf_counter()
 
     def wake_weights(self) -> None:
-        """Have the memory of the weights, and at level 1 what was in it."""
+        """Allocate the memory of the weights; at level 1 with its content."""
         if self.weights_asleep:
             torch.cuda.empty_cache()
             self._llm.wake("weights")
@@ -187,7 +187,7 @@ class Sleep:
             self._seconds += time.perf_counter() - self._since
 
     def wake(self) -> None:
-        """Be ready to generate.
+        """Get ready to generate.
 
         Raises:
             RuntimeError: the weights were dropped; push them first.

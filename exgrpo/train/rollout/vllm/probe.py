@@ -1,7 +1,7 @@
-"""Which weights does a vLLM model compute with?
+"""Compare the weights of a vLLM model with given ones.
 
-On CPUs vLLM packs matrices for its products and drops or keeps the originals, so a weight cannot be read back: each
-layer is asked for its product with a few random rows instead.
+On CPUs vLLM packs matrices and may drop the originals, so weights cannot be read back: instead, each layer multiplies
+a few random rows.
 """
 
 from collections.abc import Iterable
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 ROWS = 8
-# Norm of the difference by that of the product: what two right products in the dtype stay below.
+# Bound for norm(difference) / norm(product) of two correct products in the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @torch.no_grad()
 def differing(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names of the given whole weights with which the model, or this rank's part of it, does not compute.
+    """Return the names of the given unsharded weights that differ from the model's, or from this rank's part of it.
 
-    Weights of modules that have no counterpart of the same name (or of one that vLLM fuses) and the same width are
-    passed over.
+    Skips weights without a counterpart of the same name (or fused by vLLM) and the same width.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     wholes = {part: (whole, first) for whole, (first, *rest) in fused.items() for part in (first, *rest)}
@@ -35,7 +34,7 @@ def differing(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[s
         except AttributeError:
             continue
         part = _part(module, weight, repeated=leaf != first)
-        # Parts come in the order in which vLLM stacks them.
+        # Parts of a fused matrix come in the order in which vLLM stacks them.
         start = used.get(f"{whole}.{kind}", 0)
         used[f"{whole}.{kind}"] = start + len(part)
         embedding = hasattr(module, "num_embeddings") and module is not model.lm_head
@@ -53,9 +52,9 @@ def differing(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[s
 
 
 def _part(module: Any, weight: torch.Tensor, *, repeated: bool) -> torch.Tensor:
-    """What of a weight this rank has under tensor parallelism.
+    """Return this rank's part of a weight under tensor parallelism.
 
-    `repeated`: it is one of those (keys and values) of which several ranks may have the same part.
+    `repeated`: True for keys and values, of which several ranks may have the same part.
     """
     ranks = getattr(module, "tp_size", 1)
     if ranks == 1:
@@ -71,7 +70,7 @@ def _part(module: Any, weight: torch.Tensor, *, repeated: bool) -> torch.Tensor:
 
 def _multiplies_alike(module: Any, weight: torch.Tensor, start: int) -> bool:
     width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-    if weight.shape[1] != width:  # stored the other way round
+    if weight.shape[1] != width:  # the module stores the transpose
         return True
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(ROWS, weight.shape[1], generator=generator).to(weight)

@@ -1,6 +1,6 @@
-"""vLLM as a guest in the trainer's process: its import, its random state, and what it must not change.
+"""Isolate vLLM inside the trainer's process: import, random state, threads, environment and process group.
 
-Nothing here imports vLLM before an engine is wanted: the import reads its environment and changes the process.
+vLLM is imported only when an engine is made: the import reads the environment and changes the process.
 """
 
 import logging
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# In one process, threads and cache size as the trainer sets them, and nothing told to anyone. FlashInfer's sampler is
-# never used where requests have seeds of their own, and without it nothing has to be compiled by nvcc.
+# One process, threads as the trainer sets them, no usage statistics. Requests with own seeds never use FlashInfer's
+# sampler, and without it nothing has to be compiled by nvcc.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,43 +24,43 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 KEPT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-"""What vLLM overwrites in the environment though it belongs to the launcher and to other programs."""
+"""Environment variables of the launcher and other programs that vLLM overwrites."""
 
 
 def import_vllm(device: torch.device) -> Any:
-    """The module `vllm`, imported with the environment that an engine inside the trainer's process needs.
+    """Import and return `vllm` with the environment for an engine inside the trainer's process.
 
     Raises:
-        ImportError: it cannot be imported, or this build of it is not one for the kind of device.
+        ImportError: it cannot be imported, or its build is for another type of device.
     """
     os.environ.update(ENVIRONMENT)
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()
-    logging.getLogger("vllm").setLevel(level)  # vLLM reads its environment after it has spoken for the first time
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule the size that the engine is given
+    logging.getLogger("vllm").setLevel(level)  # vLLM logs before it reads its environment
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the size given to the engine
     request_tiles()
     with Guest(device):
         import vllm
         from vllm.platforms import current_platform
 
         if current_platform.device_type != device.type:
-            raise ImportError(f"this build of vLLM is not one for {device.type}")
-        # The module imports nearly everything only as it is asked for.
+            raise ImportError(f"this build of vLLM is not for {device.type}")
+        # The module imports lazily: force it here.
         from vllm import LLM, EngineArgs  # noqa: F401
     return vllm
 
 
 def request_tiles() -> None:
-    """Ask Linux for the processor's matrix tiles (AMX), if it has any.
+    """Request the processor's matrix tiles (AMX) from Linux, if it has any.
 
-    A process has them on request only. vLLM's attention in bf16 takes them as given, and ends by an illegal instruction
-    where nothing else has asked before.
+    Linux enables them per process on request. vLLM's attention in bf16 does not request them, and then crashes with an
+    illegal instruction.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """That of all global generators of a process, of its GPU too."""
+    """Return the state of all global generators, the GPU's included."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu  # noqa: NPY002
 
@@ -75,13 +75,13 @@ def _restore(state: tuple[Any, ...], device: torch.device) -> None:
 
 
 class Guest:
-    """Gives vLLM a random state of its own: `with guest:` it goes on with that, and outside nothing has happened.
+    """Gives vLLM its own random state: active inside `with guest:`, and the trainer's is restored afterwards.
 
-    Threads, too, are outside what they were, and inside nothing is compiled on CPUs, where that costs every process
-    seconds and a compiler for one comparison.
+    The number of threads is restored, too. Inside, torch.compile is off on CPUs, where it costs every process seconds
+    and needs a compiler for a single comparison.
 
     Args:
-        device: where vLLM computes.
+        device: vLLM's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class Guest:
         self._leave = ExitStack()
 
     def seed(self, seed: int) -> None:
-        """Start the guest's random state anew."""
+        """Seed the guest's random state."""
         with self:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -118,7 +118,7 @@ class Guest:
 
 
 def _restore_threads(threads: int, set_threads: Any) -> None:
-    torch.set_num_threads = set_threads  # vLLM makes it do nothing
+    torch.set_num_threads = set_threads  # vLLM replaces it by a function that does nothing
     torch.set_num_threads(threads)
 
 
@@ -128,7 +128,7 @@ def _eager(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def kept_environment() -> Iterator[None]:
-    """What vLLM sets for processes of its own is not for those that this one starts."""
+    """Restore the `KEPT` environment variables afterwards: processes that this one starts inherit them."""
     before = {name: os.environ.get(name) for name in KEPT}
     try:
         yield
@@ -141,7 +141,7 @@ def kept_environment() -> Iterator[None]:
 
 @contextmanager
 def kept_process_group() -> Iterator[None]:
-    """vLLM may leave its own groups, but not end the trainer's world with them."""
+    """Keep vLLM from destroying the trainer's default process group; it may destroy its own groups."""
     destroy = dist.destroy_process_group
     dist.destroy_process_group = lambda group=None: group and destroy(group)
     try:

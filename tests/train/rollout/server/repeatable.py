@@ -8,7 +8,7 @@ import json
 import zlib
 from typing import Any
 
-from exgrpo.train.rollout.server.worker import RolloutWorker
+from exgrpo.train.rollout.server.worker import WorkerExtension
 
 OPTIONS = (
     "--max-num-seqs=1",
@@ -21,7 +21,7 @@ SEQUENCES = 64
 """Answers to one prompt that a request may ask for."""
 
 
-class LoneWorker(RolloutWorker):
+class LoneWorker(WorkerExtension):
     """Says that the server takes requests for several answers."""
 
     def rollout_facts(self) -> dict[str, Any]:

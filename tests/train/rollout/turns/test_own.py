@@ -12,12 +12,12 @@ from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.names import resolve_reward
-from exgrpo.train.rollout.answers import Answerer
+from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import Conversations
 from exgrpo.train.rollout.turns.environments import find_environment
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.rollout.turns.test_conversations import Ended, ids, read
@@ -53,11 +53,11 @@ def test_the_example_of_the_page_is_played(guess):
     conversations = Conversations(environment, options, lambda text, closed: ids(text), read)
     script = Ended(["<guess>3</guess>", "<guess>4</guess>", "yes."], ["<guess>9</guess>", " right ."])
     grader = Reading(resolve_reward(f"{guess}:score"))
-    answerer = Answerer(script, grader, read, LoneWorld(), conversations=conversations)
+    rollout_worker = RolloutWorker(script, grader, read, LoneWorld(), conversations=conversations)
     script.ranks, script.wake, script.sleep, script.counts = 1, lambda: None, lambda: None, lambda: None
     question = Question(0, (80,), "Guess.", "4", "mine", columns={"tries": 2})
     sampling = Sampling(200, stop=Stops((), read))
-    produced = answerer.produce([question], [2], sampling, seed=0)
+    produced = rollout_worker.produce([question], [2], sampling, seed=0)
     assert produced.broken == 0
     right = ["<guess>3</guess>", " no, and 1 tries are left ", "<guess>4</guess>", " right ", "yes."]
     # What the policy writes itself does not count.
@@ -76,13 +76,13 @@ def test_the_columns_that_environment_and_reward_take_are_kept(guess, tmp_path):
         "environment": {"function": f"{guess}:game"},
     }
     with ExitStack() as resources:
-        (rows,) = look(configured(values), resources).train
+        (rows,) = check_startup(configured(values), resources).train
     assert [row.columns for row in rows] == [{"tries": 1}, {"tries": 2}]
     needy = guess.read_text().replace("tries=3", "lives")
     guess.write_text(needy)
     message = r"has no column 'lives', which the reward '.*guess\.py:score' or the environment '.*guess\.py:game' takes"
     with ExitStack() as resources, pytest.raises(DataError, match=message):
-        look(configured(values), resources)
+        check_startup(configured(values), resources)
 
 
 @pytest.mark.parametrize(

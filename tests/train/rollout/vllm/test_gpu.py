@@ -168,10 +168,10 @@ def test_requests_have_seeds_of_their_own_and_steps_leave_the_random_state_alone
             torch.OutOfMemoryError("CUDA out of memory. Tried\n2 GiB"),
             r"kv_cache_gib \(24\) does not suit .*2 GiB",
         ),
-        (AssertionError("CuMem allocator can only be used for one instance."), "the GPU do not .*one inst"),
+        (AssertionError("CuMem allocator can only be used for one instance."), "cannot use the GPU: .*one inst"),
         (
             RuntimeError("CUDA error: no kernel image\n\nCompile"),
-            "the GPU do not get along: CUDA error: no kernel",
+            "cannot use the GPU: CUDA error: no kernel",
         ),
         (AssertionError(), "cannot take the model: AssertionError; the engine transformers may"),
     ],

@@ -14,8 +14,8 @@ from exgrpo.train import main as program
 from exgrpo.train.common import process
 from exgrpo.train.config import hub
 from exgrpo.train.config.recipe import DEFAULT_RUN
-from exgrpo.train.run import startup_checks as early
-from exgrpo.train.run.startup_checks import look
+from exgrpo.train.run import startup_checks
+from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 
 HEAVY = ("torch", "transformers", "deepspeed", "vllm", "datasets", "huggingface_hub", "math_verify", "pyarrow")
@@ -83,9 +83,9 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
         if __name__ == "__main__":
             with ExitStack() as resources:
                 config, _ = program.configure([])
-                program.look(config, resources)
+                program.check_startup(config, resources)
             names = ["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=2"]
-            evaluate.look(parse_options(names))
+            evaluate.check_startup(parse_options(names))
             heavy = [name for name in json.loads('{names}') if name in sys.modules]
             sys.exit(f"imported: {{heavy}}" if heavy else 0)
     """
@@ -116,7 +116,7 @@ def test_what_is_read_is_what_the_configuration_names(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     files = {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")}
     with ExitStack() as resources:
-        found = look(configured({"data": files, "reward": {"function": "math"}}), resources)
+        found = check_startup(configured({"data": files, "reward": {"function": "math"}}), resources)
         assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
         assert [[row.gold for row in rows] for rows in found.held_out["test"]] == [["3"]]
         assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
@@ -126,7 +126,7 @@ def test_another_rank_leaves_the_folder_to_the_first(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "1")
     (tmp_path / "mine").mkdir()
     with ExitStack() as resources:
-        look(configured({"output": {"folder": str(tmp_path), "name": "mine"}}), resources)
+        check_startup(configured({"output": {"folder": str(tmp_path), "name": "mine"}}), resources)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_hub_that_does_not_answer_is_found_out_and_settled_for_all_libraries(
         if listens:
             silent.listen()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        early.check_places("owner/model", [])
+        startup_checks.check_places("owner/model", [])
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert "does not answer: models and data sets of the hub are taken from the cache" in capsys.readouterr().out
 
@@ -173,6 +173,6 @@ def test_offline_by_wish_asks_nobody(monkeypatch):
 def test_held_out_questions_do_not_depend_on_the_seed_of_a_run():
     with ExitStack() as resources:
         data = {"train_limit": 20, "test_limit": 20}
-        first, second = (look(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
+        first, second = (check_startup(configured({"seed": seed, "data": data}), resources) for seed in (0, 1))
     assert first.held_out == second.held_out
     assert first.train != second.train
