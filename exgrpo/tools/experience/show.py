@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exgrpo.tools.experience.sources import RunExperience
-from exgrpo.train.common.step_batch import BEHAVIOURS
+from exgrpo.train.common.columns import BEHAVIOURS
 
 Floats = npt.NDArray[np.float64]
 MEANINGS = {
@@ -39,11 +39,11 @@ def distributions(experience: RunExperience) -> dict[str, Floats]:
     columns, arrays = experience.answers.columns, experience.arrays
     question, key = columns["question"], columns["key"]
     accuracy = np.full(len(experience), np.nan)
-    np.divide(arrays["successes"], arrays["answers"], out=accuracy, where=arrays["answers"] > 0)
+    np.divide(columns["successes"], columns["answers"], out=accuracy, where=columns["answers"] > 0)
     different = np.unique(np.stack([question, key])[:, key != 0], axis=1)
     every = {
         "age": experience.step - columns["step"],
-        "replays": arrays["replays"],
+        "replays": columns["replays"],
         "group accuracy": accuracy,
         "tokens": columns["length"],
         "reward": columns["reward"],
@@ -97,7 +97,7 @@ def _label(experience: RunExperience, row: int) -> str:
     parts = [
         f"reward {one.reward:g}",
         f"step {one.step}",
-        f"replayed {experience.arrays['replays'][row]} times",
+        f"replayed {experience.answers.columns['replays'][row]} times",
         "" if one.behaviour == "unknown" else f"mean log-prob {one.own(one.log_prob).mean():.3f}",
         f"by {one.behaviour}",
         "" if one.finished else "cut at the length limit",

@@ -3,7 +3,7 @@
     RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
         manifest.json                  what the checkpoint is, and a checksum of everything, itself included
         policy/                        weights and states of the optimiser, by rank
-    RUN/experience/                    buffer segments and state arrays, each named by its checksum
+    RUN/experience/                    blocks of the buffer and state arrays, each named by its checksum
 
 Everything is written and flushed to disk under another name first; renaming the folder is the last act. To delete it
 begins with another name likewise, and what a kill leaves under such a name goes with the next load. A save believes
@@ -32,7 +32,7 @@ from exgrpo.train.checkpoint.listing import (
     inspect,
     write_manifest,
 )
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
+from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
@@ -132,7 +132,7 @@ class Checkpoints:
             config=self.config,
             files=files,
             arrays=arrays,
-            experience={name: self.store.size(name) for name in (arrays, *segment_names(index))},
+            experience={name: self.store.size(name) for name in (arrays, *file_names(index))},
             values=state.values,
             progress=progress,
         )

@@ -12,8 +12,7 @@ from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Units
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
-from exgrpo.train.replay.stored import Stored, pack
-from exgrpo.train.replay.table import OF_ORIGIN, Table
+from exgrpo.train.replay.table import Stored, Table, pack
 
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
@@ -211,31 +210,30 @@ class ExperienceMemory:
         self.retired[questions] = True
         self.count[questions] = 0
 
-    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **origins: npt.NDArray) -> None:
+    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **columns: npt.NDArray) -> None:
         """Begin with answers from elsewhere, whatever would store them.
 
         Args:
             trajectories: [N] distinct answers, oldest first; their questions are not retired.
             count: success count in [1, K-1] of each of their questions.
-            origins: [N] columns of `table.OF_ORIGIN`; one that is not named is 0.
+            columns: further stored columns, [N] of rows or [T] of tokens.
         """
-        self.table.fill(pack(trajectories, self.setting.options.folder), **origins)
+        self.table.fill(pack(trajectories, self.setting.options.folder, **columns))
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question
 
     def arrays(self) -> dict[str, npt.NDArray]:
-        """The state besides the trajectories, for `restore`."""
+        """Return the state besides the trajectories, for `restore`."""
         of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
-        of_rows = {name: self.table.column(name).copy() for name in OF_ORIGIN}
-        return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
+        return {**of_questions, "retired": self.retired.astype(np.uint8)}
 
     def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
         """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
-        self.table.fill(trajectories, **{name: arrays[name] for name in OF_ORIGIN})
+        self.table.fill(trajectories)
 
     def _same(self, at: int, row: int) -> bool:
         """Whether two stored answers are the same."""
