@@ -2,8 +2,7 @@
 
 A million rows must not slow a step down: columns are flat arrays that grow by doubling, rows that have left are only
 marked, and those of a question form a chain from the newest to the oldest. Once more than half of the rows have left,
-the others are moved together. What a column has held for a row stays in that array, so that `Table.stored` shows the
-rows of one moment without a copy.
+the others are moved together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,7 +133,7 @@ class Table:
 
     def stored(self) -> Stored:
         """Return all of them, in the order of `rows`."""
-        return Stored({name: self.column(name) for name in self._columns}, dict(self.blocks.contents))
+        return Stored({name: self.column(name).copy() for name in self._columns}, dict(self.blocks.contents))
 
     def answers(self, rows: Ints, group: Ints, question: Ints) -> StepBatch:
         """Return some rows as replayed answers of a batch, without `advantage`, which counts in another group now.
@@ -245,9 +244,8 @@ class Table:
         places = self._places(rows)
         moved = self.blocks.extend(gather(self.blocks.contents, places), places.length)
         self.blocks.release(places)
-        for name in ("block", "start"):
-            self._columns[name] = self._columns[name].copy()
-            self._columns[name][rows] = getattr(moved, name)
+        for name, values in moved._asdict().items():
+            self._columns[name][rows] = values
 
     def _link(self) -> None:
         """Link the chains of all questions, of rows without gaps."""
