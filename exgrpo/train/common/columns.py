@@ -62,7 +62,7 @@ class Column:
         if self.dtype is KeptSets:
             return not len(values.ids)
         (default,) = self.filled(1)
-        return bool((np.isnan(values) if default != default else values == default).all())
+        return bool((values == default).all() or (default != default and np.isnan(values).all()))
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return the values of several parts, end to end."""

@@ -96,11 +96,21 @@ class Table:
         self.blocks = TokenBlocks(folder)
         dtypes = {name: column.dtype for name, column in columns_of("group", "row", stored=True).items()}
         dtypes |= dict.fromkeys(Places._fields, np.int64)
-        self._columns: dict[str, npt.NDArray] = {name: np.empty(FEWEST, dtype) for name, dtype in dtypes.items()}
-        self._older: Ints = np.full(FEWEST, NONE, np.int64)
-        self._alive: npt.NDArray[np.bool_] = np.zeros(FEWEST, bool)
-        self._size = 0
+        self._hold({name: np.empty(0, dtype) for name, dtype in dtypes.items()}, 0)
+
+    def _hold(self, columns: Mapping[str, npt.NDArray], size: int) -> None:
+        """Replace all rows by those of columns, without gaps, and link the chains of all questions."""
+        room = max(FEWEST, size)
+        self._columns = {name: _resized(column, room) for name, column in columns.items()}
+        self._alive, self._older = np.arange(room) < size, np.full(room, NONE, np.int64)
+        self._size = size
         self._rows: Ints | None = None
+        question = self._columns["question"][:size]
+        order = np.argsort(question, kind="stable")
+        same = question[order[1:]] == question[order[:-1]]
+        self._older[order[1:][same]] = order[:-1][same]
+        self._newest[:] = NONE
+        self._newest[question[order]] = order  # of equal ones the last, which is the newest
 
     def __len__(self) -> int:
         return int(self.held.sum())
@@ -228,11 +238,7 @@ class Table:
         """
         rows = self.rows()
         if self._size >= FEWEST and 2 * len(rows) < self._size:
-            room = max(FEWEST, len(rows))
-            self._columns = {name: _resized(column[rows], room) for name, column in self._columns.items()}
-            self._alive, self._older = np.arange(room) < len(rows), np.empty(room, np.int64)
-            self._size, self._rows = len(rows), None
-            self._link()
+            self._hold({name: column[rows] for name, column in self._columns.items()}, len(rows))
         self._move_tokens()
 
     def _move_tokens(self) -> None:
@@ -247,26 +253,11 @@ class Table:
         for name, values in moved._asdict().items():
             self._columns[name][rows] = values
 
-    def _link(self) -> None:
-        """Link the chains of all questions, of rows without gaps."""
-        question = self._columns["question"][: self._size]
-        order = np.argsort(question, kind="stable")
-        self._older[: self._size] = NONE
-        same = question[order[1:]] == question[order[:-1]]
-        self._older[order[1:][same]] = order[:-1][same]
-        self._newest[:] = NONE
-        self._newest[question[order]] = order  # of equal ones the last, which is the newest
-
     def fill(self, stored: Stored) -> None:
         """Replace all rows by N answers, oldest first; tokens are not copied."""
-        size = len(stored)
-        room = max(FEWEST, size)
-        self._columns = {name: _resized(stored.columns[name], room) for name in self._columns}
+        self._hold({name: stored.columns[name] for name in self._columns}, len(stored))
         self.blocks.adopt(stored.blocks, stored.places)
-        self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
-        self._size, self._rows = size, None
         self.held = np.bincount(self.column("question"), minlength=len(self.held))
-        self._link()
 
 
 def _resized(column: npt.NDArray, room: int) -> npt.NDArray:
