@@ -69,7 +69,7 @@ def filled_arrays(questions: int, rng: np.random.Generator) -> dict[str, np.ndar
     }
 
 
-def filled_columns(stored: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def filled_columns(stored: int, rng: np.random.Generator) -> dict[str, Any]:
     """What so many stored answers have of their groups."""
     return {
         "advantage": rng.normal(size=stored),

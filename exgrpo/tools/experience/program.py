@@ -1,4 +1,4 @@
-"""What a run has stored, shown or exported, and what others have: `python -m exgrpo.tools.experience show RUN |
+"""Show and export stored answers of a run, and import those of others: `python -m exgrpo.tools.experience show RUN |
 export RUN FOLDER | import FILES FOLDER`.
 """
 

@@ -1,4 +1,4 @@
-"""What a run has stored, as counts, distributions and texts on a terminal."""
+"""Stored answers of a run as counts, distributions and texts on a terminal."""
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 
 
 def counts(experience: RunExperience) -> dict[str, int]:
-    """What is counted, by name."""
+    """Return the counts, by name."""
     columns, arrays = experience.answers.columns, experience.arrays
     by = np.bincount(columns["behaviour"], minlength=len(BEHAVIOURS)).tolist()
     return {
@@ -92,7 +92,7 @@ def show_question(experience: RunExperience, index: int, console: Console) -> No
 
 
 def _label(experience: RunExperience, row: int) -> str:
-    """What is known of a stored answer, in one line."""
+    """Return what is known of a stored answer, in one line."""
     one = experience.answers[row]
     parts = [
         f"reward {one.reward:g}",

@@ -1,4 +1,4 @@
-"""What a run has stored, as its newest sound checkpoint has it."""
+"""Stored answers of a run, from its newest sound checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunExperience:
-    """What a checkpoint has stored.
+    """Stored answers of a checkpoint.
 
     Args:
         run: the run's folder.
@@ -82,7 +82,7 @@ class RunExperience:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of the run's model; raises as `load_tokenizer`."""
+        """Tokenizer of the run's model; raises as `load_tokenizer`."""
         places = (self.config.policy.path, str((self.run / "model").absolute()))
         return load_tokenizer(f"{self.run}: its tokenizer cannot be loaded", *places)
 
@@ -93,7 +93,7 @@ class RunExperience:
         return self.questions[index]
 
     def text_of(self, trajectory: Trajectory) -> str:
-        """What a trajectory says, without what ended it."""
+        """Return the text of a trajectory, without what ended it."""
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)

@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.durable import DamagedFileError, write_whole
 from exgrpo.train.common.records import KeptSets
-from exgrpo.train.replay.blocks import Block, Places
+from exgrpo.train.replay.blocks import Places, TokenBlock
 from exgrpo.train.replay.table import Stored
 
 SUFFIX = ".safetensors"
@@ -58,7 +58,7 @@ class ExperienceStore:
     def __init__(self, folder: Path, tokens: Path | None = None) -> None:
         self.folder, self.tokens = folder, tokens
         folder.mkdir(parents=True, exist_ok=True)
-        self._written: WeakKeyDictionary[Block, tuple[str, int, int]] = WeakKeyDictionary()
+        self._written: WeakKeyDictionary[TokenBlock, tuple[str, int, int]] = WeakKeyDictionary()
 
     def save(self, answers: Stored) -> dict[str, np.ndarray]:
         """Write the blocks that are new or have grown, and return the arrays from which `load` gives all answers."""
@@ -67,7 +67,7 @@ class ExperienceStore:
         rows = {**answers.columns, "block": block}
         return {"blocks": _digests(names), **{f"{ROW}{name}": values for name, values in rows.items()}}
 
-    def _name(self, block: Block) -> str:
+    def _name(self, block: TokenBlock) -> str:
         """Return the name of a block's file, which is written where it lacks something."""
         name, used, size = self._written.get(block, ("", 0, 0))
         try:
@@ -78,7 +78,7 @@ class ExperienceStore:
             pass
         return self._note(write_checked(self.folder, _packed(block)), block)
 
-    def _note(self, name: str, block: Block) -> str:
+    def _note(self, name: str, block: TokenBlock) -> str:
         self._written[block] = name, block.used, self.size(name)
         return name
 
@@ -102,9 +102,9 @@ class ExperienceStore:
         columns |= {name: arrays.get(f"{ROW}{name}", columns.get(name)) for name in (*columns, *Places._fields)}
         return Stored(columns, blocks)
 
-    def _block(self, columns: Mapping[str, Any]) -> Block:
+    def _block(self, columns: Mapping[str, Any]) -> TokenBlock:
         size = len(columns["token"])
-        block = Block(size, self.tokens)
+        block = TokenBlock(size, self.tokens)
         block.append(columns, size)
         return block
 
@@ -150,7 +150,7 @@ def _digests(names: list[str]) -> np.ndarray:
     return np.array([list(bytes.fromhex(name)) for name in names], np.uint8).reshape(-1, 32)
 
 
-def _packed(block: Block) -> dict[str, np.ndarray]:
+def _packed(block: TokenBlock) -> dict[str, np.ndarray]:
     """Return the tokens of a block as arrays of a file."""
     arrays: dict[str, np.ndarray] = {}
     for name in block.columns:

@@ -1,7 +1,7 @@
 """The columns of an answer: the one table that the batch of a step, the buffer, checkpoints and traces are made from.
 
-To add a column, add an entry to `Columns` and fill it where it is known. With `stored`, the buffer and checkpoints keep
-it, and `admit`, `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
+To add a column, add an entry to `AnswerColumns` and fill it where it is known. With `stored`, buffer and checkpoints keep
+it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
 """
 
 from collections.abc import Sequence
@@ -69,8 +69,8 @@ class Column:
         return KeptSets.joined(parts) if self.dtype is KeptSets else np.concatenate(parts)
 
 
-class Columns:
-    """What is known of answers, by group, by row and by token; see `Column` and the module."""
+class AnswerColumns:
+    """The declared columns, by group, by row and by token."""
 
     question: Annotated[Ints, Column("group", "index of the question", stored=True)]
     prompt: Annotated[Objects, Column("group", "its prompt, an array of token ids")]
@@ -225,7 +225,7 @@ def _column(hint: Any) -> Column:
     return replace(column, dtype=next(iter(get_args(last)), last))
 
 
-COLUMNS = {name: _column(hint) for name, hint in get_type_hints(Columns, include_extras=True).items()}
+COLUMNS = {name: _column(hint) for name, hint in get_type_hints(AnswerColumns, include_extras=True).items()}
 
 
 def columns_of(*axes: Axis, stored: bool = False) -> dict[str, Column]:

@@ -17,8 +17,8 @@ from exgrpo.train.common.columns import (
     COLUMNS,
     ENGINE,
     TRAINER,
+    AnswerColumns,
     Axis,
-    Columns,
     Doubles,
     Floats,
     Ints,
@@ -31,11 +31,11 @@ from exgrpo.train.common.success import EPSILON
 __all__ = ["BEHAVIOURS", "ENGINE", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
 
 SCORES = ("old_log_prob", "log_prob", "entropy")
-"""Columns that the trainer computes of fresh rows, and only of those whose numbers something needs."""
+"""AnswerColumns that the trainer computes of fresh rows, and only of those whose numbers something needs."""
 
 
-class StepBatch(Columns):
-    """The answers of a step. What its columns hold, `Columns` says; G, N and T, the module.
+class StepBatch(AnswerColumns):
+    """The answers of a step. What its columns hold, `AnswerColumns` says; G, N and T, the module.
 
     A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have its
     default.
@@ -65,7 +65,7 @@ class StepBatch(Columns):
 
     @classmethod
     def of_rollouts(cls, question: Sequence[int], counts: Sequence[int], rollouts: Sequence[Rollout]) -> "StepBatch":
-        """Fresh answers as an engine gives them.
+        """Return fresh answers as a batch, as an engine gives them.
 
         Args:
             question: [G] index of the question of each group.
@@ -90,7 +90,7 @@ class StepBatch(Columns):
 
     @classmethod
     def of_answers(cls, prompts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> "StepBatch":
-        """[N] answers to [N] prompts, to be scored; equal prompts are one question."""
+        """Return a batch of [N] answers to [N] prompts, to be scored; equal prompts are one question."""
         numbers: dict[bytes, int] = {}
         question = [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
         batch = cls.of_rollouts(question, [1] * len(prompts), rollouts)
@@ -133,7 +133,7 @@ class StepBatch(Columns):
             getattr(self, name)[places] = values
 
     def without(self, *names: str) -> "StepBatch":
-        """These rows, without some columns, which cannot be read then."""
+        """Return these rows without some columns, which cannot be read then."""
         part = copy.copy(self)
         for name in names:
             vars(part).pop(name, None)
@@ -148,7 +148,7 @@ class StepBatch(Columns):
         raise AttributeError(f"a StepBatch has no {name}", name=name, obj=self)
 
     def has(self, name: str) -> bool:
-        """Whether a column is filled."""
+        """Return True if a column is filled."""
         return name in vars(self)
 
     def __len__(self) -> int:
@@ -203,31 +203,31 @@ class StepBatch(Columns):
             return best + beta1 * np.log(sums / np.bincount(group, minlength=self.groups))
 
     def sums(self, values: npt.NDArray) -> Doubles:
-        """[N] sums of [T] values over the tokens of each row that the policy wrote."""
+        """Return the sums [N] of values [T] over the tokens of each row that the policy wrote."""
         total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
         return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
-        """[T] of [N] values, for each token that of its row."""
+        """Return values [T] from values [N]: each token has that of its row."""
         return np.repeat(values, self.length)
 
     def at(self, row: int) -> slice:
-        """Where the tokens of a row are."""
+        """Return the places of the tokens of a row."""
         return slice(int(self.start[row]), int(self.start[row + 1]))
 
     def of_row(self, row: int, values: npt.NDArray) -> npt.NDArray:
-        """Those of [T] values that belong to tokens of a row that the policy wrote."""
+        """Return the values of [T] that belong to tokens of a row that the policy wrote."""
         at = self.at(row)
         return values[at][self.own[at]]
 
     def answer(self, row: int) -> Rollout:
-        """The tokens of a row as an engine gives them."""
+        """Return the tokens of a row as an engine gives them."""
         at = self.at(row)
         own = self.own[at]
         return Rollout(self.token[at], bool(self.finished[row]), written=None if own.all() else own)
 
     def places(self, rows: Ints) -> Ints:
-        """The tokens of some rows, in the order of the rows."""
+        """Return the places of the tokens of some rows, in the order of the rows."""
         length = self.length[rows]
         ends = np.cumsum(length)
         return np.repeat(self.start[:-1][rows] - ends + length, length) + np.arange(ends[-1] if len(ends) else 0)
@@ -238,12 +238,12 @@ class StepBatch(Columns):
         return np.searchsorted(self.group, np.arange(self.groups + 1))
 
     def rows_of(self, groups: Iterable[int]) -> Ints:
-        """The rows of some groups of a whole batch, in the order of the groups."""
+        """Return the rows of some groups of a whole batch, in the order of the groups."""
         parts = [np.arange(*self.group_start[group : group + 2]) for group in groups]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def take(self, rows: Ints | Mask) -> "StepBatch":
-        """Some rows, by number in any order or by a mask [N]; the groups stay as they are."""
+        """Return some rows, by number in any order or by a mask [N]; the groups stay as they are."""
         rows = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, np.int64)
         places = self.places(rows)
         part = StepBatch(self.question, self.group[rows], self.length[rows])
@@ -253,7 +253,7 @@ class StepBatch(Columns):
         return part
 
     def of_groups(self, groups: Sequence[int] | Ints) -> "StepBatch":
-        """Some groups of a whole batch with their rows, numbered anew in the given order."""
+        """Return some groups of a whole batch with their rows, numbered anew in the given order."""
         numbers = np.asarray(groups, np.int64)
         if np.array_equal(numbers, np.arange(self.groups)):
             return self
@@ -272,7 +272,7 @@ class StepBatch(Columns):
         return whole._with_counts(self)
 
     def behind(self, other: "StepBatch") -> "StepBatch":
-        """These groups, and those of another batch behind them."""
+        """Append the groups of another batch, and return the whole."""
         whole = self._and(other, np.concatenate([self.question, other.question]), other.group + self.groups)
         for name, values in self._filled("group"):
             if other.has(name):
@@ -280,7 +280,7 @@ class StepBatch(Columns):
         return whole._with_counts(self, other)
 
     def _and(self, other: "StepBatch", question: Ints, group: Ints) -> "StepBatch":
-        """The rows of both."""
+        """Return the rows of both."""
         both = (self, other)
         whole = StepBatch(question, np.concatenate([self.group, group]), np.concatenate([self.length, other.length]))
         for name, column in columns_of("row", "token").items():
@@ -295,7 +295,7 @@ class StepBatch(Columns):
         return self
 
     def column(self, name: str) -> Any:
-        """A column, or its defaults where it is not filled."""
+        """Return a column, or its defaults where it is not filled."""
         return getattr(self, name) if self.has(name) else COLUMNS[name].filled(self._size(name))
 
     def _filled(self, *axes: Axis) -> Iterator[tuple[str, Any]]:
@@ -303,6 +303,6 @@ class StepBatch(Columns):
 
 
 def _flat(values: Sequence[npt.NDArray | None], length: Sequence[int], dtype: Any, nothing: Any) -> npt.NDArray:
-    """The values of all rows, end to end; of rows without any, `nothing`."""
+    """Return the values of all rows, end to end; `nothing` for rows without any."""
     parts = [np.full(n, nothing, dtype) if of_row is None else of_row for of_row, n in zip(values, length, strict=True)]
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

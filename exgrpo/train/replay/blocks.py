@@ -21,7 +21,7 @@ FEWEST, MOST = 1 << 12, 1 << 22
 
 
 class Places(NamedTuple):
-    """Where answers lie.
+    """The places of answers.
 
     Attributes:
         block: [N] number of the block of each.
@@ -34,7 +34,7 @@ class Places(NamedTuple):
     length: Ints
 
 
-class Block:
+class TokenBlock:
     """Columns of tokens, of which a column without any value but its default is missing.
 
     Args:
@@ -97,12 +97,12 @@ class TokenBlocks:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self.contents: dict[int, Block] = {}
+        self.contents: dict[int, TokenBlock] = {}
         self._living: dict[int, int] = {}
         self._last, self._open = -1, False
 
     def extend(self, tokens: Mapping[str, Any], length: Ints) -> Places:
-        """Store the tokens of several answers [N], which lie end to end; raises as `Block.append`."""
+        """Store the tokens of several answers [N], which lie end to end; raises as `TokenBlock.append`."""
         ends = np.cumsum(length)
         starts = ends - length
         places = Places(np.empty(len(length), np.int64), np.empty(len(length), np.int64), length)
@@ -132,24 +132,24 @@ class TokenBlocks:
         filling = self._last if self._open else -1
         return [n for n, living in self._living.items() if n != filling and 2 * living < self.contents[n].used]
 
-    def adopt(self, contents: Mapping[int, Block], places: Places) -> None:
+    def adopt(self, contents: Mapping[int, TokenBlock], places: Places) -> None:
         """Hold these answers of other blocks instead of what is held; nothing is copied or added to those blocks."""
         numbers, which = np.unique(places.block, return_inverse=True)
         self._living = dict(zip(numbers.tolist(), map(int, np.bincount(which, places.length)), strict=True))
         self.contents = {number: contents[number] for number in self._living}
         self._last, self._open = max(self.contents, default=-1), False
 
-    def _with_room(self, tokens: int) -> Block:
+    def _with_room(self, tokens: int) -> TokenBlock:
         last = self.contents.get(self._last) if self._open else None
         if last is None or last.room - last.used < tokens:
             room = max(tokens, min(MOST, max(FEWEST, sum(self._living.values()))))
             self._last, self._open = self._last + 1, True
-            last = self.contents[self._last] = Block(room, self.folder)
+            last = self.contents[self._last] = TokenBlock(room, self.folder)
             self._living[self._last] = 0
         return last
 
 
-def gather(contents: Mapping[int, Block], places: Places) -> dict[str, Any]:
+def gather(contents: Mapping[int, TokenBlock], places: Places) -> dict[str, Any]:
     """Return the columns of some answers, end to end; sets only where a block has some.
 
     What lies end to end already is copied in one piece.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from exgrpo.train.common.columns import BEHAVIOURS, Ints, columns_of
 from exgrpo.train.common.records import TokenIds, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay.blocks import Block, Places, TokenBlocks, gather
+from exgrpo.train.replay.blocks import Places, TokenBlock, TokenBlocks, gather
 
 NONE = -1
 FEWEST = 1024
@@ -33,7 +33,7 @@ class Stored(Sequence[Trajectory]):
     """
 
     columns: Mapping[str, npt.NDArray]
-    blocks: Mapping[int, Block]
+    blocks: Mapping[int, TokenBlock]
 
     def __len__(self) -> int:
         return len(self.columns["length"])
@@ -72,7 +72,7 @@ class Stored(Sequence[Trajectory]):
 
 
 def pack(trajectories: Sequence[Trajectory], folder: Path | None = None, **columns: Any) -> Stored:
-    """Return trajectories [N] as they are stored, with further columns [N] or [T]; raises as `Block.append`."""
+    """Return trajectories [N] as they are stored, with further columns [N] or [T]; raises as `TokenBlock.append`."""
     table = Table(max((one.question for one in trajectories), default=-1) + 1, folder)
     table.add(StepBatch.of_trajectories(trajectories, **columns))
     return table.stored()
