@@ -1,7 +1,7 @@
 """The columns of an answer: the one table that the batch of a step, the buffer, checkpoints and traces are made from.
 
-To add a column, add an entry to `AnswerColumns` and fill it where it is known. With `stored`, buffer and checkpoints keep
-it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
+To add a column, add an entry to `AnswerColumns` and fill it where it is known. With `stored`, buffer and checkpoints
+keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
 """
 
 from collections.abc import Sequence
