@@ -21,14 +21,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks.test_experience import QUESTIONS_PER_STEP, SAMPLES, STEPS, VOCABULARY, filled_arrays, graded
+from benchmarks.test_experience import (
+    QUESTIONS_PER_STEP,
+    SAMPLES,
+    STEPS,
+    VOCABULARY,
+    filled_arrays,
+    filled_columns,
+    graded,
+)
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
 from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
 from exgrpo.train.replay.replay import ReplayState
-from exgrpo.train.replay.stored import OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, serials
+from exgrpo.train.replay.table import Stored, Table
 
 PROMPT = 64  # tokens
 MEASURED_STEPS = 10
@@ -97,23 +105,15 @@ def questions_of(count: int) -> QuestionSet:
 
 
 def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) -> Stored:
-    """Return successes that cycle through the questions."""
-    blocks, places = TokenBlocks(folder), []
+    """Return successes, question by question in turn."""
+    table = Table(sizes.questions, folder)
     for first in range(0, sizes.trajectories, CHUNK):
-        length = np.full(min(CHUNK, sizes.trajectories - first), sizes.tokens)
-        count = int(length.sum())
-        response, log_prob = rng.integers(0, VOCABULARY, count, dtype=np.int32), -rng.random(count, dtype=np.float32)
-        places.append(blocks.extend(Tokens(response, log_prob, np.zeros(count, bool)), length))
-    answers = np.arange(sizes.trajectories)
-    columns: dict[str, Any] = {
-        **{name: np.zeros(sizes.trajectories, dtype) for name, dtype in OF_TRAJECTORY.items()},
-        **{name: np.concatenate(parts) for name, parts in zip(Places._fields, zip(*places, strict=True), strict=True)},
-        "serial": np.array(serials(sizes.trajectories)),
-        "question": answers % sizes.questions,
-        "step": answers * STEPS // sizes.trajectories,
-    }
-    columns["reward"][:], columns["finished"][:] = 1.0, True
-    return Stored(columns, blocks.contents)
+        answers = np.arange(first, min(first + CHUNK, sizes.trajectories))
+        rewards = np.ones((len(answers), 1)).tolist()
+        batch = graded(answers % sizes.questions, rewards, rng, sizes.tokens, 0)
+        batch.fill(step=answers * STEPS // sizes.trajectories)
+        table.add(batch, **filled_columns(len(answers), rng))
+    return table.stored()
 
 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
@@ -148,7 +148,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
 
     before, mapped, replay = resident("RssAnon"), resident("RssFile"), empty(sizes, tokens)
     stored = stored_answers(sizes, rng, tokens)
-    replay.memory.restore(filled_arrays(sizes.questions, sizes.trajectories, rng), stored)
+    replay.memory.restore(filled_arrays(sizes.questions, rng), stored)
     del stored
     found["trajectory_bytes"] = (resident("RssAnon") - before) / sizes.trajectories
     found["mapped_bytes"] = (resident("RssFile") - mapped) / sizes.trajectories

@@ -12,7 +12,7 @@ from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
 from exgrpo.train.replay import ExperienceConfig, Replay, Setting
-from exgrpo.train.replay.stored import pack
+from exgrpo.train.replay.table import pack
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PER_QUESTION = 4
@@ -52,8 +52,9 @@ def graded(
     )
 
 
-def filled_arrays(questions: int, stored: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    # Success counts of groups without and with a replayed answer: m of K and m of K-1.
+def filled_arrays(questions: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The arrays of a memory that holds so many."""
+    # What whole and mixed groups show: m of K and m of K-1.
     rows = rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
     count = SAMPLES * rng.integers(1, rows) / rows
     return {
@@ -63,10 +64,15 @@ def filled_arrays(questions: int, stored: int, rng: np.random.Generator) -> dict
         "shown": count,
         "earlier": count,
         "retired": np.zeros(questions, np.uint8),
+    }
+
+
+def filled_columns(stored: int, rng: np.random.Generator) -> dict[str, Any]:
+    """What so many stored answers have of their groups."""
+    return {
         "advantage": rng.normal(size=stored),
         "successes": rng.integers(1, SAMPLES, stored),
         "answers": np.full(stored, SAMPLES),
-        "replays": np.zeros(stored, np.int64),
     }
 
 
@@ -86,7 +92,8 @@ class Experience:
         config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
         self.replay = Replay(Setting(config, SAMPLES), questions, seed=1)
         self.memory = self.replay.memory
-        self.memory.restore(filled_arrays(questions, len(stored), self.rng), pack(stored))
+        columns = filled_columns(len(stored), self.rng)
+        self.memory.restore(filled_arrays(questions, self.rng), pack(stored, **columns))
 
     def plan(self) -> object:
         self.step += 1
@@ -225,7 +232,7 @@ def test_memory(benchmark, groups, tokens):
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(filled_arrays(count, len(stored), rng), pack(stored))
+        memory.restore(filled_arrays(count, rng), pack(stored))
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from exgrpo.train.common.columns import COLUMNS
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay.candidates import Units
 
@@ -22,11 +23,14 @@ def table(name):
 
 
 def columns(of):
-    """The attributes of a class by its docstring, then its properties by theirs."""
+    """The attributes of a class by its docstring or the table of columns, then its properties by theirs."""
     text = inspect.getdoc(of) or ""
     listed = text.partition("Attributes:\n")[2].partition("\n\n")[0]
     for column, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, re.MULTILINE):
         yield column, _line(meaning)
+    if of is StepBatch:
+        axes = {"group": "[G]", "row": "[N]", "token": "[T]"}
+        yield from ((name, f"{axes[one.axis]} {one.meaning}") for name, one in COLUMNS.items())
     for parent in reversed(of.__mro__[:-1]):
         for column, value in vars(parent).items():
             if isinstance(value, property | cached_property):

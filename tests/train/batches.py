@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.records import KeptSets, Rollout
-from exgrpo.train.common.step_batch import OF_GROUP, OF_ROW, OF_TOKEN, TRAINER, StepBatch
+from exgrpo.train.common.step_batch import TRAINER, StepBatch
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
     """Each row with what the batch has of it, by name of the column; `question` and `prompt` are those of its group."""
 
     def row(i: int) -> SimpleNamespace:
-        of_group = {name: getattr(batch, name)[batch.group[i]] for name in OF_GROUP if batch.has(name)}
-        of_row = {name: getattr(batch, name)[i] for name in OF_ROW if batch.has(name)}
-        of_token = {name: getattr(batch, name)[batch.at(i)] for name in OF_TOKEN if batch.has(name)}
+        of_group = {name: getattr(batch, name)[batch.group[i]] for name in columns_of("group") if batch.has(name)}
+        of_row = {name: getattr(batch, name)[i] for name in columns_of("row") if batch.has(name)}
+        of_token = {name: getattr(batch, name)[batch.at(i)] for name in columns_of("token") if batch.has(name)}
         return SimpleNamespace(**of_group, **of_row, **of_token)
 
     return [row(i) for i in range(len(batch))]

@@ -1,7 +1,7 @@
 """Conversion of answers from other projects' tables into a data set for experience.start: `exgrpo experience import`.
 
-The columns are those of `exgrpo.train.run.traces.Trace`; a mapping gives their names in a table. Rows are read, checked
-and written in batches.
+The columns are those of `exgrpo.train.run.traces`; a mapping says what a table calls them. Rows are read, checked
+and written some at a time.
 """
 
 import math
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from exgrpo.tools.experience.export import KINDS, ROWS, SCHEMA, new_folder, write, write_card
+from exgrpo.tools.experience.export import ROWS, kinds, new_folder, write, write_card
 from exgrpo.tools.experience.sources import load_tokenizer
 from exgrpo.train.common.errors import ConfigError, DataError, shown
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.data.files import local_files
 from exgrpo.train.data.rows import Message, as_text, gold_text
 from exgrpo.train.rollout.stops import text_of
-from exgrpo.train.run.traces import Trace, parse_as, read_values
+from exgrpo.train.run.traces import Trace, parse_as, read_values, trace_columns
 
 Row = dict[str, Any]
 Decode = Callable[[Any], str]
@@ -60,10 +60,10 @@ class Import:
             self.counts.update({ANSWERS: 1, UNSCORED: row["log_prob"] is None, UNGRADED: row["reward"] is None})
             rows.append(row)
             if len(rows) == ROWS:
-                yield pa.RecordBatch.from_pylist(rows, SCHEMA)
+                yield pa.RecordBatch.from_pylist(rows, pa.schema(kinds()))
                 rows = []
         if rows:
-            yield pa.RecordBatch.from_pylist(rows, SCHEMA)
+            yield pa.RecordBatch.from_pylist(rows, pa.schema(kinds()))
 
     def _rows(self, files: Sequence[Path]) -> Iterator[Row]:
         for place, value in (one for path in files for one in read_values(path)):
@@ -91,8 +91,8 @@ class Import:
             rollout = Rollout(trace.response_ids, trace.finished, written=trace.written)
             row = {**row, "response": text_of(rollout, self.decode, ())}
         try:
-            pa.RecordBatch.from_pylist([row], SCHEMA)
-        except (ValueError, TypeError, OverflowError) as error:  # a trace allows values that parquet does not
+            pa.RecordBatch.from_pylist([row], pa.schema(kinds()))
+        except (ValueError, TypeError, OverflowError) as error:  # numbers and texts that a trace allows and a file not
             raise DataError(f"cannot be written: {shown(error)}") from None
         return row
 
@@ -135,8 +135,8 @@ def import_answers(
         OutputError: the folder is not empty, or cannot be written.
     """
     columns = columns or {}
-    if unknown := [name for name in columns if name not in KINDS]:
-        raise ConfigError(f"--columns: there is no column {unknown[0]!r}; use {', '.join(KINDS)}")
+    if unknown := [name for name in columns if name not in kinds()]:
+        raise ConfigError(f"--columns: there is no {unknown[0]!r} to name; there are {', '.join(kinds())}")
     with new_folder(folder) as unfinished:
         files = local_files(source)
         if not files:
@@ -158,7 +158,7 @@ def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
     """
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {type(row).__name__}")
-    cells: Row = {name: cell(row, columns[name]) if name in columns else row.get(name) for name in KINDS}
+    cells: Row = {name: cell(row, columns[name]) if name in columns else row.get(name) for name in kinds()}
     if "question" not in columns and cells["question"] is None:
         cells["question"] = row.get("problem")
     cells |= {"question": _question(cells["question"]), "answer": _gold(cells["answer"])}
@@ -173,8 +173,9 @@ def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
         several = [{**cells, **{name: value[i] for name, value in own.items()}} for i in range(len(responses))]
     else:
         several = [cells]
+    numeric = [one.trace for one in trace_columns().values() if one.axis == "row"]
     for one in several:
-        numbers = {name: _number(one[name]) for name in ("reward", "advantage")}
+        numbers = {name: _number(one[name]) for name in numeric}
         yield {**one, **numbers, "response": _response(one["response"])}
 
 

@@ -1,7 +1,7 @@
 """Export of a run's experience as a data set in the Hugging Face layout: a card and a parquet file."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,30 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from exgrpo.tools.experience.sources import RunExperience, open_run
+from exgrpo.train.common.columns import Column
 from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
+from exgrpo.train.common.records import KeptSets
 from exgrpo.train.config.hub import installed
-from exgrpo.train.run.traces import Trace
+from exgrpo.train.run.traces import TEXTS, trace_columns
 
-ROWS = 512  # held in memory and written at once
+ROWS = 512
+"""Rows that are in memory and written at once."""
 PACKAGES = ("exgrpo", "torch", "transformers", "deepspeed")
-FILE = "data/train-00000-of-00001.parquet"  # the hub's name for the only file of a split
-KINDS = {
-    "question": pa.string(),
-    "prompt_ids": pa.list_(pa.int32()),
-    "answer": pa.string(),
-    "source": pa.string(),
-    "response_ids": pa.list_(pa.int32()),
-    "response": pa.string(),
-    "log_prob": pa.list_(pa.float32()),
-    "written": pa.list_(pa.bool_()),
-    "kept": pa.list_(pa.list_(pa.int32())),
-    "behaviour": pa.string(),
-    "model": pa.string(),
-    "finished": pa.bool_(),
-    "reward": pa.float64(),
-    "step": pa.int32(),
-    "advantage": pa.float64(),
-    "group_successes": pa.int32(),
-    "group_answers": pa.int32(),
-    "replays": pa.int32(),
-    "key": pa.int64(),
-}
-SCHEMA = pa.schema(KINDS)
-MEANINGS = {name: field.description or "" for name, field in Trace.model_fields.items()}
-MEANINGS["source"] = "data set that the question comes from"
+FILE = "data/train-00000-of-00001.parquet"
+"""Name that the hub gives to the one file of a split."""
+
+
+def kinds() -> dict[str, pa.DataType]:
+    """Return the columns of a data set and their types, by name."""
+    texts = dict.fromkeys(TEXTS, pa.string()) | {"prompt_ids": pa.list_(pa.int32())}
+    return texts | {column.trace: _kind(name, column) for name, column in trace_columns().items()}
+
+
+def _kind(name: str, column: Column) -> pa.DataType:
+    if name == "behaviour":
+        return pa.string()
+    kind = pa.list_(pa.int32()) if column.dtype is KeptSets else pa.from_numpy_dtype(column.dtype)
+    return pa.list_(kind) if column.axis == "token" else kind
 
 
 def export(run: Path, folder: Path) -> int:
@@ -68,7 +61,7 @@ def export(run: Path, folder: Path) -> int:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, with `data` in it, that becomes `folder` on success and is removed on failure.
+    """Yield the folder of a data set while it is written, with `data` in it; it gets its name whole or not at all.
 
     Raise OutputError if the folder is not empty, or cannot be written.
     """
@@ -87,45 +80,47 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
-    """Yield all trajectories in order, `ROWS` at a time."""
+    """Yield all answers in their order."""
     for first in range(0, len(experience), ROWS):
         yield _batch(experience, slice(first, first + ROWS))
 
 
 def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
-    found, arrays = experience.answers[places], experience.arrays
+    found, answers = experience.answers[places], experience.answers
+    rows = np.arange(len(answers))[places]
     questions = [experience.asked(one.question) for one in found]
     columns: dict[str, Any] = {
         "question": [question.text for question in questions],
-        "prompt_ids": _lists([np.array(question.prompt, np.int32) for question in questions]),
+        "prompt_ids": [np.array(question.prompt, np.int32) for question in questions],
         "answer": [question.gold for question in questions],
         "source": [question.source for question in questions],
-        "response_ids": _lists([one.response for one in found]),
         "response": [experience.text_of(one) for one in found],
-        "log_prob": _lists([one.log_prob for one in found]),
-        "written": [one.written for one in found],
-        "kept": [one.kept and one.kept.lists() for one in found],
-        # An answer without a policy's log-probs was not written by this run's model.
+        # What has no log-probs of a policy was not written by this run's model.
         "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
-        "advantage": arrays["advantage"][places],
-        "group_successes": arrays["successes"][places],
-        "group_answers": arrays["answers"][places],
-        "replays": arrays["replays"][places],
     }
-    columns |= {
-        name: [getattr(one, name) for one in found] for name in ("behaviour", "finished", "reward", "step", "key")
-    }
-    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+    tokens, ends = answers.tokens(rows), np.cumsum(answers.columns["length"][rows]).tolist()
+    for name, column in trace_columns().items():
+        if name == "behaviour":
+            columns[column.trace] = [one.behaviour for one in found]
+        elif column.axis == "token":
+            values = tokens.get(name, column.filled(sum(ends[-1:])))
+            parts = (values[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+            columns[column.trace] = [_cell(column, part) for part in parts]
+        else:
+            columns[column.trace] = pa.array(answers.columns[name][rows], from_pandas=True)  # NaN: not known
+    return pa.RecordBatch.from_pydict(columns, schema=pa.schema(kinds()))
 
 
-def _lists(arrays: Sequence[np.ndarray]) -> pa.Array:
-    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
+def _cell(column: Column, values: Any) -> Any:
+    """Return the values of an answer's tokens; None: all are the declared default."""
+    if (column.default is not None or column.dtype is KeptSets) and column.is_default(values):
+        return None
+    return values.lists() if column.dtype is KeptSets else values
 
 
 def write(batches: Iterable[pa.RecordBatch], folder: Path) -> None:
     """Write batches to the `FILE` of a data set."""
-    with pyarrow.parquet.ParquetWriter(folder / FILE, SCHEMA, compression="zstd") as writer:
+    with pyarrow.parquet.ParquetWriter(folder / FILE, pa.schema(kinds()), compression="zstd") as writer:
         for batch in batches:
             writer.write_batch(batch)
 
@@ -136,8 +131,9 @@ solves."""
 
 
 def write_card(folder: Path, about: str, facts: Mapping[str, object]) -> None:
-    """Write the README.md of a data set; its front matter is for the hub."""
-    meanings = "\n".join(f"| {name} | {MEANINGS[name]} |" for name in KINDS)
+    """Write the README.md of a data set."""
+    every = TEXTS | {column.trace: column.meaning for column in trace_columns().values()}
+    meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in every.items())
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     text = f"""---
 license: unknown

@@ -1,4 +1,6 @@
-"""`python -m exgrpo.tools.experience show RUN | export RUN FOLDER | import FILES FOLDER`."""
+"""Show and export stored answers of a run, and import those of others: `python -m exgrpo.tools.experience show RUN |
+export RUN FOLDER | import FILES FOLDER`.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Counts, distributions and texts of a run's stored answers, for a terminal."""
+"""Stored answers of a run as counts, distributions and texts on a terminal."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exgrpo.tools.experience.sources import RunExperience
-from exgrpo.train.common.step_batch import BEHAVIOURS
+from exgrpo.train.common.columns import BEHAVIOURS
 
 Floats = npt.NDArray[np.float64]
 MEANINGS = {
@@ -22,7 +22,7 @@ QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 
 
 def counts(experience: RunExperience) -> dict[str, int]:
-    """Return the counts by name."""
+    """Return the counts, by name."""
     columns, arrays = experience.answers.columns, experience.arrays
     by = np.bincount(columns["behaviour"], minlength=len(BEHAVIOURS)).tolist()
     return {
@@ -39,11 +39,11 @@ def distributions(experience: RunExperience) -> dict[str, Floats]:
     columns, arrays = experience.answers.columns, experience.arrays
     question, key = columns["question"], columns["key"]
     accuracy = np.full(len(experience), np.nan)
-    np.divide(arrays["successes"], arrays["answers"], out=accuracy, where=arrays["answers"] > 0)
+    np.divide(columns["successes"], columns["answers"], out=accuracy, where=columns["answers"] > 0)
     different = np.unique(np.stack([question, key])[:, key != 0], axis=1)
     every = {
         "age": experience.step - columns["step"],
-        "replays": arrays["replays"],
+        "replays": columns["replays"],
         "group accuracy": accuracy,
         "tokens": columns["length"],
         "reward": columns["reward"],
@@ -92,12 +92,12 @@ def show_question(experience: RunExperience, index: int, console: Console) -> No
 
 
 def _label(experience: RunExperience, row: int) -> str:
-    """Describe a stored answer in one line."""
+    """Return what is known of a stored answer, in one line."""
     one = experience.answers[row]
     parts = [
         f"reward {one.reward:g}",
         f"step {one.step}",
-        f"replayed {experience.arrays['replays'][row]} times",
+        f"replayed {experience.answers.columns['replays'][row]} times",
         "" if one.behaviour == "unknown" else f"mean log-prob {one.own(one.log_prob).mean():.3f}",
         f"by {one.behaviour}",
         "" if one.finished else "cut at the length limit",

@@ -1,4 +1,4 @@
-"""The stored answers of a run, from its newest sound checkpoint."""
+"""Stored answers of a run, from its newest sound checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunExperience:
-    """Stored answers of a run's checkpoint.
+    """Stored answers of a checkpoint.
+
+    Args:
+        run: the run's folder.
+        checkpoint: one of its checkpoints.
 
     Attributes:
         config: the run's configuration.
@@ -75,7 +79,7 @@ class RunExperience:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer of the run's model; raises like `load_tokenizer`."""
+        """Tokenizer of the run's model; raises as `load_tokenizer`."""
         places = (self.config.policy.path, str((self.run / "model").absolute()))
         return load_tokenizer(f"{self.run}: its tokenizer cannot be loaded", *places)
 
@@ -86,7 +90,7 @@ class RunExperience:
         return self.questions[index]
 
     def text_of(self, trajectory: Trajectory) -> str:
-        """Return the text of a trajectory, without its stop string."""
+        """Return the text of a trajectory, without what ended it."""
         from exgrpo.train.rollout.stops import text_of
 
         stop = self.asked(trajectory.question).stops(self.config.rollout.stop)

@@ -1,9 +1,9 @@
 """Checkpoints that survive a kill at any moment and a damaged disk.
 
-    RUN/checkpoints/step_00000020/     one checkpoint; it has this name only once it is complete
-        manifest.json                  metadata, and checksums of all files and of its own content
-        policy/                        weights and optimizer states, by rank
-    RUN/experience/                    buffer segments and state arrays, each named by its checksum
+    RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
+        manifest.json                  what the checkpoint is, and a checksum of everything, itself included
+        policy/                        weights and states of the optimiser, by rank
+    RUN/experience/                    blocks of the buffer and state arrays, each named by its checksum
 
 A checkpoint is written and flushed to disk under another name; renaming the folder is the last step. Deletion renames
 the folder first, and the next load removes what a kill left under such names. A save checks only the sizes of existing
@@ -31,7 +31,7 @@ from exgrpo.train.checkpoint.listing import (
     inspect,
     write_manifest,
 )
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, segment_names, write_checked
+from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import DamagedFileError, flush_file, flush_folder, sha256
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
@@ -131,7 +131,7 @@ class Checkpoints:
             config=self.config,
             files=files,
             arrays=arrays,
-            experience={name: self.store.size(name) for name in (arrays, *segment_names(index))},
+            experience={name: self.store.size(name) for name in (arrays, *file_names(index))},
             values=state.values,
             progress=progress,
         )

@@ -21,8 +21,8 @@ FOLDER, EXPERIENCE = "checkpoints", "experience"
 UNFINISHED, DELETED, DAMAGED = ".unfinished", ".deleted", ".damaged"
 """Suffixes of folders that are being written, being deleted, or were found to be damaged."""
 MANIFEST = "manifest.json"
-FORMAT = 5
-"""Version of the format; earlier ones were never released."""
+FORMAT, READ = 6, (5, 6)
+"""Version of the format that is written, and those that are read; 5 is that of 0.1.0."""
 
 
 class _Strict(BaseModel):
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     if checksum != _checksum(content) or json.dumps({"sha256": checksum, **content}) != text:
         raise DamagedFileError(f"{path} is damaged: its content is not what was written")
     version = content.pop("format", None)
-    if version != FORMAT:
+    if version not in READ:
         raise CheckpointError(
             f"{folder} has format {version} and this version of exgrpo reads format {FORMAT}: "
             "continue with the version that wrote it"

@@ -22,7 +22,7 @@ SHARED = 32
 
 
 def shared_prefix(prompts: Sequence[TokenIds]) -> int:
-    """How many tokens all of some prompts begin with, each of which goes on behind them; 0: too few to be read once."""
+    """Return the number of tokens that all prompts begin with and go on after; 0: too few to be read once."""
     if len(prompts) < 2:
         return 0
     width = min(map(len, prompts)) - 1
@@ -50,29 +50,29 @@ class KeptSets:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "KeptSets":
-        """Sets of so many words each, [T], and all of their words."""
+        """Return sets from their sizes [T] and all of their words."""
         return cls(ids, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
     def of(cls, sets: Sequence[npt.ArrayLike]) -> "KeptSets":
-        """[T] the words of each token."""
+        """Return sets from the words [T] of each token."""
         words = [np.asarray(of_token, np.int32) for of_token in sets]
         return cls.of_sizes([len(of_token) for of_token in words], np.concatenate([np.empty(0, np.int32), *words]))
 
     @classmethod
     def whole(cls, tokens: int) -> "KeptSets":
-        """The whole vocabulary for each of some tokens."""
+        """Return the whole vocabulary for each of some tokens."""
         return cls(np.empty(0, np.int32), np.zeros(tokens + 1, np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence["KeptSets"]) -> "KeptSets":
-        """Those of several parts, end to end."""
+        """Concatenate the sets of several parts."""
         sizes = [np.empty(0, np.int64), *(part.sizes for part in parts)]
         return cls.of_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
 
     @classmethod
     def of_parts(cls, parts: Sequence["KeptSets | None"], length: Sequence[int]) -> "KeptSets | None":
-        """Those of parts of so many tokens each, end to end; of one that has none, the whole vocabulary.
+        """Concatenate the sets of parts with so many tokens each; a part without sets means the full vocabulary.
 
         None: no part has any.
         """
@@ -98,7 +98,7 @@ class KeptSets:
         return [self.ids[start:end] for start, end in pairwise(self.bounds.tolist())]
 
     def __getitem__(self, places: Places) -> "KeptSets":
-        """The sets of some tokens."""
+        """Return the sets of some tokens."""
         if isinstance(places, slice):
             start, end, _ = places.indices(len(self))
             bounds = self.bounds[start : max(start, end) + 1]
@@ -184,13 +184,13 @@ class Trajectory:
         return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
 
     def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Those of [R] values that belong to tokens of the policy."""
+        """Return the values of [R] that belong to tokens of the policy."""
         return values if self.written is None else values[self.written]
 
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """What an engine did since it was last asked, on this rank.
+    """Counts of an engine since the last request for them, on this rank.
 
     Attributes:
         prompt_tokens: of all prompts, once per answer.
@@ -203,7 +203,7 @@ class EngineCounts:
     asleep_seconds: float = 0.0
 
     def __add__(self, other: "EngineCounts") -> "EngineCounts":
-        """What it did in both times."""
+        """Add up the counts of two times."""
         return EngineCounts(*map(add, astuple(self), astuple(other)))
 
 
@@ -240,7 +240,7 @@ class Failure:
 
 
 def by_kind(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Those of each kind together, in the order of the first ones."""
+    """Add up failures of one kind, in the order of the first ones."""
     kinds: dict[tuple[str, str], Failure] = {}
     for one in failures:
         first = kinds.get(one.kind)
@@ -250,7 +250,7 @@ def by_kind(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 @dataclass(frozen=True)
 class Counts:
-    """What it took to answer and to grade.
+    """Counts and seconds of generating and grading answers.
 
     Attributes:
         answers: how many there are.
@@ -273,7 +273,7 @@ class Counts:
     failures: tuple[Failure, ...] = ()
 
     def __add__(self, other: "Counts") -> "Counts":
-        """These, and those of answers that were asked for afterwards."""
+        """Add the counts of answers that were requested afterwards."""
         return Counts(
             answers=self.answers + other.answers,
             timed_out=self.timed_out + other.timed_out,
@@ -287,7 +287,7 @@ class Counts:
 
     @classmethod
     def together(cls, of_ranks: Sequence["Counts"]) -> "Counts":
-        """Those of ranks that work at the same time: of times, the longest one counts."""
+        """Combine the counts of ranks that work at the same time: the longest time counts."""
         total = reduce(add, of_ranks)
         asleep = max(of_rank.engine.asleep_seconds for of_rank in of_ranks)
         return replace(
@@ -299,5 +299,5 @@ class Counts:
 
     @property
     def failed_fraction(self) -> float:
-        """Of the answers, those that timed out or failed."""
+        """Fraction of answers that timed out or failed."""
         return (self.timed_out + self.failed) / max(self.answers, 1)

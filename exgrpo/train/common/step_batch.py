@@ -7,127 +7,49 @@ order of their groups, and the fresh ones of a group before the replayed ones.
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import Behaviour, Counts, KeptSets, Mask, Rollout, TokenIds
+from exgrpo.train.common.columns import (
+    BEHAVIOURS,
+    COLUMNS,
+    ENGINE,
+    TRAINER,
+    AnswerColumns,
+    Axis,
+    Doubles,
+    Floats,
+    Ints,
+    Objects,
+    columns_of,
+)
+from exgrpo.train.common.records import Counts, KeptSets, Mask, Rollout, TokenIds, Trajectory
 from exgrpo.train.common.success import EPSILON
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-Objects = npt.NDArray[np.object_]
-BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
-"""By their numbers in `StepBatch.behaviour`."""
-TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
+__all__ = ["BEHAVIOURS", "ENGINE", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
 
 SCORES = ("old_log_prob", "log_prob", "entropy")
-"""Of fresh rows, what the trainer computes, and only for those whose numbers something needs."""
+"""AnswerColumns that the trainer computes of fresh rows, and only of those whose numbers something needs."""
 
 
-# The columns, each with its type: of groups, of rows, of tokens. What they hold, `StepBatch` says.
-class _OfGroup:
-    question: Ints
-    prompt: Objects
+class StepBatch(AnswerColumns):
+    """The answers of a step. What its columns hold, `AnswerColumns` says; G, N and T, the module.
 
-
-class _OfRow:
-    replayed: Mask
-    finished: Mask
-    reward: Doubles
-    penalty: Doubles
-    key: Ints
-    step: Ints
-    behaviour: npt.NDArray[np.uint8]
-    text: Objects
-    parts: Objects
-    replays: Ints
-    chosen_entropy: Doubles
-    stored_advantage: Doubles
-    advantage: Doubles
-    weight: Doubles
-    learnt: Mask
-
-
-class _OfToken:
-    token: TokenIds
-    own: Mask
-    engine_log_prob: Floats
-    engine_entropy: Floats
-    old_log_prob: Floats
-    log_prob: Floats
-    entropy: Floats
-    reference_log_prob: Floats
-    ratio_log_prob: Floats
-    factor: Floats
-    kept: KeptSets
-
-
-def _dtypes(columns: type) -> dict[str, Any]:
-    """The dtype of each column, as its annotation says; sets have none, and are named themselves."""
-
-    def dtype(kind: Any) -> Any:
-        last = get_args(kind)[-1]  # np.dtype[X] of NDArray[X]; X itself from numpy 2.5 on
-        return next(iter(get_args(last)), last)
-
-    return {name: kind if kind is KeptSets else dtype(kind) for name, kind in get_type_hints(columns).items()}
-
-
-OF_GROUP, OF_ROW, OF_TOKEN = map(_dtypes, (_OfGroup, _OfRow, _OfToken))
-COLUMNS = {**OF_GROUP, **OF_ROW, **OF_TOKEN}
-
-
-class StepBatch(_OfGroup, _OfRow, _OfToken):
-    """The answers of a step; see the module.
-
-    A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have NaN, 0,
-    False or None, 1 in `factor` and the whole vocabulary in `kept`.
+    A column that no stage has filled cannot be read. In one that is filled for some rows only, the others have its
+    default.
 
     Args:
         question: [G] index of the question of each group.
-        group: [N] see below.
-        length: [N] see below.
-        columns: see `fill`.
+        group: [N] as the attribute.
+        length: [N] as the attribute.
+        columns: as `fill` takes them.
 
     Attributes:
         group: [N] number of its group, rising.
         length: [N] its response tokens.
         start: [N + 1] where the tokens of each row begin, and the end of the last one.
-        question: [G] index of the question.
-        prompt: [G] its prompt, an array of token ids.
-        replayed: [N] whether the answer comes from the experience; else it is fresh.
-        finished: [N] whether it ends with EOS or a stop string, as of a `Rollout`.
-        reward: [N] what the verifier gave.
-        penalty: [N] what its length takes from its reward in advantages.
-        key: [N] of the solution that it gives: answers that differ only in form have the same one; 0: none.
-        step: [N] training step in which it was written.
-        behaviour: [N] who computed `old_log_prob`, by its number in `BEHAVIOURS`: the trainer, before that step's
-            update, or the rollout engine, in sampling; unknown: nobody, and it is 0: the writer counts as certain.
-        text: [N] of fresh answers, what is graded: before the EOS token or stop string.
-        parts: [N] of fresh answers, the parts of the reward by name.
-        replays: [N] how often it has been replayed, this time included; 0 of fresh answers.
-        chosen_entropy: [N] of replayed answers, the mean token entropy in nats under the policy that chose it; NaN:
-            nobody asked for it.
-        stored_advantage: [N] of replayed answers, the advantage in the group that they were written in; NaN: they count
-            in the mean of the group that they have joined, and have its advantages.
-        advantage: [N] as it counts in this step.
-        weight: [N] of the row's objective, in a mini-batch whose objective keeps it apart from the advantage.
-        learnt: [N] whether the row may carry a gradient; others count in what losses are divided by all the same.
-        token: [T] int32 token ids.
-        own: [T] whether the policy wrote the token; others are observations, from which nothing is learnt.
-        engine_log_prob: [T] fp32, the engine's own log-prob at the sampling temperature; NaN where it gave none.
-        engine_entropy: [T] fp32, the entropy in nats that it saw; NaN where it gave none.
-        old_log_prob: [T] fp32 of the policy that wrote the answer, at the sampling temperature; NaN until known.
-        log_prob: [T] fp32 of the policy before this step's update, at the same temperature; NaN until known, and of
-            rows that are neither trained on nor stored.
-        entropy: [T] fp32, its entropy in nats; NaN as `log_prob`.
-        reference_log_prob: [T] fp32 of the policy that a divergence refers to; NaN: the row is not compared.
-        ratio_log_prob: [T] fp32 of the policy that importance ratios refer to, or `replay.contract.PRESENT`.
-        factor: [T] fp32, of the advantage.
-        kept: [T] the words that each token was drawn from, over which all of these log-probs and entropies are; not
-            filled where rollouts are cut nowhere.
         trained: the numbers of the groups that are trained on, in the order in which mini-batches deal them.
         counts: what it took to generate and grade the fresh answers.
     """
@@ -143,7 +65,7 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
 
     @classmethod
     def of_rollouts(cls, question: Sequence[int], counts: Sequence[int], rollouts: Sequence[Rollout]) -> "StepBatch":
-        """Fresh answers as an engine gives them.
+        """Return fresh answers as a batch, as an engine gives them.
 
         Args:
             question: [G] index of the question of each group.
@@ -168,11 +90,25 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
 
     @classmethod
     def of_answers(cls, prompts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> "StepBatch":
-        """[N] answers to [N] prompts, to be scored; equal prompts are one question."""
+        """Return a batch of [N] answers to [N] prompts, to be scored; equal prompts are one question."""
         numbers: dict[bytes, int] = {}
         question = [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
         batch = cls.of_rollouts(question, [1] * len(prompts), rollouts)
         batch.fill(prompt=prompts)
+        return batch
+
+    @classmethod
+    def of_trajectories(cls, trajectories: Sequence[Trajectory], **columns: Any) -> "StepBatch":
+        """Return [N] graded answers, each a group of its own, with further columns."""
+        batch = cls.of_rollouts(
+            [one.question for one in trajectories], [1] * len(trajectories), [one.rollout for one in trajectories]
+        )
+        batch.fill(
+            behaviour=[BEHAVIOURS.index(one.behaviour) for one in trajectories],
+            old_log_prob=np.concatenate([np.empty(0, np.float32), *(one.log_prob for one in trajectories)]),
+            **{name: [getattr(one, name) for one in trajectories] for name in ("reward", "step", "key", "penalty")},
+        )
+        batch.fill(**columns)
         return batch
 
     def fill(self, **columns: Any) -> None:
@@ -183,9 +119,7 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
         """
         for name, values in columns.items():
             if name in COLUMNS:
-                kind = COLUMNS[name]
-                if kind is not KeptSets:
-                    values = _objects(values) if kind is np.object_ else np.asarray(values, kind)
+                values = COLUMNS[name].array(values)
                 if values.shape != (self._size(name),):
                     raise ValueError(f"{name}: expected [{self._size(name)}], got {list(values.shape)}")
             setattr(self, name, values)
@@ -195,18 +129,18 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
         places = self.places(rows)
         for name, values in columns.items():
             if name not in vars(self):
-                self.fill(**{name: self._or_nothing(name)})
+                self.fill(**{name: self.column(name)})
             getattr(self, name)[places] = values
 
     def without(self, *names: str) -> "StepBatch":
-        """These rows, without some columns, which cannot be read then."""
+        """Return these rows without some columns, which cannot be read then."""
         part = copy.copy(self)
         for name in names:
             vars(part).pop(name, None)
         return part
 
     def _size(self, name: str) -> int:
-        return self._sizes[0 if name in OF_GROUP else 1 if name in OF_ROW else 2]
+        return self._sizes[("group", "row", "token").index(COLUMNS[name].axis)]
 
     def __getattr__(self, name: str) -> Any:
         if name in COLUMNS or name in ("trained", "counts"):
@@ -214,7 +148,7 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
         raise AttributeError(f"a StepBatch has no {name}", name=name, obj=self)
 
     def has(self, name: str) -> bool:
-        """Whether a column is filled."""
+        """Return True if a column is filled."""
         return name in vars(self)
 
     def __len__(self) -> int:
@@ -269,31 +203,31 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
             return best + beta1 * np.log(sums / np.bincount(group, minlength=self.groups))
 
     def sums(self, values: npt.NDArray) -> Doubles:
-        """[N] sums of [T] values over the tokens of each row that the policy wrote."""
+        """Return the sums [N] of values [T] over the tokens of each row that the policy wrote."""
         total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
         return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
-        """[T] of [N] values, for each token that of its row."""
+        """Return values [T] from values [N]: each token has that of its row."""
         return np.repeat(values, self.length)
 
     def at(self, row: int) -> slice:
-        """Where the tokens of a row are."""
+        """Return the places of the tokens of a row."""
         return slice(int(self.start[row]), int(self.start[row + 1]))
 
     def of_row(self, row: int, values: npt.NDArray) -> npt.NDArray:
-        """Those of [T] values that belong to tokens of a row that the policy wrote."""
+        """Return the values of [T] that belong to tokens of a row that the policy wrote."""
         at = self.at(row)
         return values[at][self.own[at]]
 
     def answer(self, row: int) -> Rollout:
-        """The tokens of a row as an engine gives them."""
+        """Return the tokens of a row as an engine gives them."""
         at = self.at(row)
         own = self.own[at]
         return Rollout(self.token[at], bool(self.finished[row]), written=None if own.all() else own)
 
     def places(self, rows: Ints) -> Ints:
-        """The tokens of some rows, in the order of the rows."""
+        """Return the places of the tokens of some rows, in the order of the rows."""
         length = self.length[rows]
         ends = np.cumsum(length)
         return np.repeat(self.start[:-1][rows] - ends + length, length) + np.arange(ends[-1] if len(ends) else 0)
@@ -304,56 +238,54 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
         return np.searchsorted(self.group, np.arange(self.groups + 1))
 
     def rows_of(self, groups: Iterable[int]) -> Ints:
-        """The rows of some groups of a whole batch, in the order of the groups."""
+        """Return the rows of some groups of a whole batch, in the order of the groups."""
         parts = [np.arange(*self.group_start[group : group + 2]) for group in groups]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def take(self, rows: Ints | Mask) -> "StepBatch":
-        """Some rows, by number in any order or by a mask [N]; the groups stay as they are."""
+        """Return some rows, by number in any order or by a mask [N]; the groups stay as they are."""
         rows = np.flatnonzero(rows) if np.asarray(rows).dtype == bool else np.asarray(rows, np.int64)
         places = self.places(rows)
         part = StepBatch(self.question, self.group[rows], self.length[rows])
-        part.fill(**dict(self._columns(OF_GROUP)))
-        part.fill(**{name: values[rows] for name, values in self._columns(OF_ROW)})
-        part.fill(**{name: values[places] for name, values in self._columns(OF_TOKEN)})
+        part.fill(**dict(self._filled("group")))
+        part.fill(**{name: values[rows] for name, values in self._filled("row")})
+        part.fill(**{name: values[places] for name, values in self._filled("token")})
         return part
 
     def of_groups(self, groups: Sequence[int] | Ints) -> "StepBatch":
-        """Some groups of a whole batch with their rows, numbered anew in the given order."""
+        """Return some groups of a whole batch with their rows, numbered anew in the given order."""
         numbers = np.asarray(groups, np.int64)
         if np.array_equal(numbers, np.arange(self.groups)):
             return self
         part = self.take(self.rows_of(numbers))
         rows = np.bincount(self.group, minlength=self.groups)[numbers]
         again = StepBatch(self.question[numbers], np.repeat(np.arange(len(numbers)), rows), part.length)
-        again.fill(**{name: values[numbers] for name, values in self._columns(OF_GROUP)})
-        again.fill(**{name: getattr(part, name) for name, _ in part._columns(OF_ROW | OF_TOKEN)})
+        again.fill(**{name: values[numbers] for name, values in self._filled("group")})
+        again.fill(**{name: getattr(part, name) for name, _ in part._filled("row", "token")})
         return again
 
     def beside(self, other: "StepBatch") -> "StepBatch":
         """These rows, and behind them in each group those of another batch with the same groups."""
         whole = self._and(other, self.question, other.group)
         whole = whole.take(np.argsort(whole.group, kind="stable"))
-        whole.fill(**dict(self._columns(OF_GROUP)))
+        whole.fill(**dict(self._filled("group")))
         return whole._with_counts(self)
 
     def behind(self, other: "StepBatch") -> "StepBatch":
-        """These groups, and those of another batch behind them."""
+        """Append the groups of another batch, and return the whole."""
         whole = self._and(other, np.concatenate([self.question, other.question]), other.group + self.groups)
-        for name, values in self._columns(OF_GROUP):
+        for name, values in self._filled("group"):
             if other.has(name):
                 whole.fill(**{name: np.concatenate([values, getattr(other, name)])})
         return whole._with_counts(self, other)
 
     def _and(self, other: "StepBatch", question: Ints, group: Ints) -> "StepBatch":
-        """The rows of both."""
+        """Return the rows of both."""
         both = (self, other)
         whole = StepBatch(question, np.concatenate([self.group, group]), np.concatenate([self.length, other.length]))
-        for name in OF_ROW | OF_TOKEN:
+        for name, column in columns_of("row", "token").items():
             if any(part.has(name) for part in both):
-                columns = [part._or_nothing(name) for part in both]
-                join = KeptSets.joined if COLUMNS[name] is KeptSets else np.concatenate
-                whole.fill(**{name: join(columns)})
+                whole.fill(**{name: column.joined([part.column(name) for part in both])})
         return whole
 
     def _with_counts(self, *parts: "StepBatch") -> "StepBatch":
@@ -362,33 +294,15 @@ class StepBatch(_OfGroup, _OfRow, _OfToken):
             self.counts = counts[0] if len(counts) == 1 else counts[0] + counts[1]
         return self
 
-    def _or_nothing(self, name: str) -> Any:
-        """A column, or one of nothing."""
-        if self.has(name):
-            return getattr(self, name)
-        dtype = COLUMNS[name]
-        if dtype is KeptSets:
-            return KeptSets.whole(self._size(name))
-        nothing = None if dtype is np.object_ else np.nan if np.issubdtype(dtype, np.floating) else 0
-        return np.full(self._size(name), 1 if name == "factor" else nothing, dtype)
+    def column(self, name: str) -> Any:
+        """Return a column, or its defaults where it is not filled."""
+        return getattr(self, name) if self.has(name) else COLUMNS[name].filled(self._size(name))
 
-    def _columns(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Those of some columns that are filled."""
-        return ((name, getattr(self, name)) for name in names if self.has(name))
-
-
-def _objects(values: Iterable[Any]) -> Objects:
-    """An array of objects, whatever they are."""
-    if isinstance(values, np.ndarray) and values.dtype == object:
-        return values
-    values = list(values)
-    array = np.empty(len(values), object)
-    for i, value in enumerate(values):
-        array[i] = value
-    return array
+    def _filled(self, *axes: Axis) -> Iterator[tuple[str, Any]]:
+        return ((name, getattr(self, name)) for name in columns_of(*axes) if self.has(name))
 
 
 def _flat(values: Sequence[npt.NDArray | None], length: Sequence[int], dtype: Any, nothing: Any) -> npt.NDArray:
-    """The values of all rows, end to end; of rows without any, `nothing`."""
+    """Return the values of all rows, end to end; `nothing` for rows without any."""
     parts = [np.full(n, nothing, dtype) if of_row is None else of_row for of_row, n in zip(values, length, strict=True)]
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
@@ -74,7 +75,7 @@ class Units:
         return cls(now, read)
 
     def __getattr__(self, name: str) -> npt.NDArray:
-        if name not in KNOWN:
+        if name not in KNOWN and name not in columns_of("row", stored=True):
             raise AttributeError(f"units have no {name}", name=name, obj=self)
         values = vars(self)[name] = self._read(name)
         return values

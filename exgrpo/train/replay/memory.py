@@ -12,8 +12,7 @@ from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Units
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
-from exgrpo.train.replay.stored import Stored, pack
-from exgrpo.train.replay.table import OF_ORIGIN, Table
+from exgrpo.train.replay.table import Stored, Table, pack
 
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
@@ -43,13 +42,13 @@ class ExperienceMemory:
 
     Attributes:
         count: [questions] success count; 0 where nothing is stored.
-        retired: [questions] whether it has left for good.
+        retired: [questions] True if it has left for good.
         asked: [questions] step in which it was asked last, or `NEVER`.
         times: [questions] how often it was asked.
         shown: [questions] success count by its latest group, in [0, K], whether or not anything is stored; or `NEVER`.
         earlier: [questions] the same by the group before; or `NEVER`.
         table: what is stored.
-        admits_by_scores: whether `admit` reads the scores of fresh answers.
+        admits_by_scores: True if `admit` reads the scores of fresh answers.
     """
 
     def __init__(self, questions: int, setting: Setting) -> None:
@@ -75,12 +74,12 @@ class ExperienceMemory:
         return int(np.count_nonzero(self.count))
 
     def trajectories(self, question: int) -> tuple[Trajectory, ...]:
-        """The stored answers to a question, oldest first; empty where there are none."""
+        """Return the stored answers to a question, oldest first."""
         stored = self.all_trajectories()
         return tuple(stored[place] for place in np.flatnonzero(stored.columns["question"] == question).tolist())
 
     def all_trajectories(self) -> Stored:
-        """Everything that is stored, in the order in which it was."""
+        """Return everything that is stored, in the order in which it was."""
         return self.table.stored()
 
     @property
@@ -98,7 +97,7 @@ class ExperienceMemory:
         return sizes
 
     def stored(self, now: int, solved: Ints | None = None) -> Units:
-        """All stored trajectories, in the order of `Table.rows`, for a step."""
+        """Return all stored trajectories, in the order of `Table.rows`, for a step."""
         table = self.table
 
         def read(name: str) -> npt.NDArray:
@@ -107,14 +106,14 @@ class ExperienceMemory:
         return Units(now, read, solved)
 
     def buffered(self, now: int) -> Units:
-        """The questions with stored trajectories, in the order of their indices, for a step."""
+        """Return the questions with stored trajectories, in the order of their indices, for a step."""
         questions = np.flatnonzero(self.count)
         newest = self.table.newest(questions)
         own = {"question": questions, "count": self.count[questions]}
         return Units(now, lambda name: own[name] if name in own else self.table.values(name, newest))
 
     def prompts(self, now: int) -> Units:
-        """The questions that were asked already and have not left, for a step."""
+        """Return the questions that were asked already and have not left, for a step."""
         questions = np.flatnonzero((self.asked != NEVER) & ~self.retired)
         return Units.of(
             now,
@@ -125,7 +124,7 @@ class ExperienceMemory:
         )
 
     def admitted(self, batch: StepBatch) -> Mask:
-        """[N] which rows of a graded step are stored: those that `admit` chooses, but for those without tokens."""
+        """Return a mask [N] of the rows to store: those that `admit` chooses, but for those without tokens."""
         chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.setting)
         return chosen & (batch.length > 0) & ~self.retired[batch.question][batch.group]
 
@@ -148,7 +147,7 @@ class ExperienceMemory:
         self._forget(step + 1, question[evidence.solved])
 
     def evidence(self, batch: StepBatch) -> Evidence:
-        """What groups show about the current policy."""
+        """Return what groups show about the current policy."""
         return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
 
     def _store(self, batch: StepBatch, evidence: Evidence, admitted: Mask) -> None:
@@ -172,7 +171,7 @@ class ExperienceMemory:
                 table.remove(table.of_question(question)[:-most])
 
     def _advantages(self, batch: StepBatch) -> Doubles:
-        """[N] against the rows of their group that count in the loss."""
+        """Return advantages [N] against the rows of their group that count in the loss."""
         counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
         advantage, net = np.full(len(batch), np.nan), batch.net_reward
         if self.setting.baseline == "log_mean_exp":
@@ -188,7 +187,7 @@ class ExperienceMemory:
         return advantage
 
     def _forget(self, now: int, solved: Ints) -> None:
-        """What the functions of `expire` let go, one after the other, before the step `now` is planned."""
+        """Apply the functions of `expire`, one after the other, before the step `now` is planned."""
         for expire in self._expire:
             rows, leaving = expire(self.stored(now, solved), self.setting)
             if rows is not None:
@@ -211,34 +210,33 @@ class ExperienceMemory:
         self.retired[questions] = True
         self.count[questions] = 0
 
-    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **origins: npt.NDArray) -> None:
+    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **columns: npt.NDArray) -> None:
         """Begin with answers from elsewhere, whatever would store them.
 
         Args:
             trajectories: [N] distinct answers, oldest first; their questions are not retired.
             count: success count in [1, K-1] of each of their questions.
-            origins: [N] columns of `table.OF_ORIGIN`; one that is not named is 0.
+            columns: further stored columns, [N] of rows or [T] of tokens.
         """
-        self.table.fill(pack(trajectories, self.setting.options.folder), **origins)
+        self.table.fill(pack(trajectories, self.setting.options.folder, **columns))
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question
 
     def arrays(self) -> dict[str, npt.NDArray]:
-        """The state besides the trajectories, for `restore`."""
+        """Return the state besides the trajectories, for `restore`."""
         of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
-        of_rows = {name: self.table.column(name).copy() for name in OF_ORIGIN}
-        return {**of_questions, "retired": self.retired.astype(np.uint8), **of_rows}
+        return {**of_questions, "retired": self.retired.astype(np.uint8)}
 
     def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
         """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
-        self.table.fill(trajectories, **{name: arrays[name] for name in OF_ORIGIN})
+        self.table.fill(trajectories)
 
     def _same(self, at: int, row: int) -> bool:
-        """Whether two stored answers are the same."""
+        """Return True if two stored answers are the same."""
         table = self.table
         if self._distinct == "key" and table.value("key", row) and table.value("key", at) == table.value("key", row):
             return True

@@ -19,8 +19,8 @@ from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.difficulty import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
-from exgrpo.train.replay.stored import Stored
 from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
+from exgrpo.train.replay.table import Stored
 
 ScoreAll = Callable[[StepBatch], MeanScores]
 """Scores the rows of a batch under the current policy at temperature 1."""

@@ -15,14 +15,14 @@ ScoreRows = Callable[[StepBatch], Floats]
 
 
 class Weigher:
-    """Asks the function for the terms of a step's replayed answers.
+    """Computes the terms of a step's replayed answers by the function.
 
     Args:
         objective: names the function, and its options.
         success: a reward of at least this is a success.
-        one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
-            before it.
-        score: asks the policy, where the function needs it.
+        one_update: True if all of a step's answers are in one optimiser step, so that the update itself sees the
+            policy before it.
+        score: scores rows under the policy, where the function needs it.
 
     Attributes:
         term: in the loss, of all replayed tokens.
@@ -40,7 +40,7 @@ class Weigher:
 
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
-        """With the options of a run."""
+        """Return one with the options of a run."""
         return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, batch: StepBatch) -> None:
@@ -61,7 +61,7 @@ class Weigher:
             batch.advantage[rows] = weighed.advantage
 
     def _read(self, replayed: StepBatch) -> StepBatch:
-        """With the log-probs of the policy before the update where the function needs them, and only there."""
+        """Fill the log-probs of the policy before the update where the function needs them, and only there."""
         replayed = replayed.without("log_prob", "entropy")
         if self._present == "reference" and self._one_update:
             replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))

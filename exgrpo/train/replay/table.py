@@ -1,34 +1,81 @@
-"""The stored trajectories as columns: rows are added at the end, and leave in any number and order.
+"""The buffer: stored answers as columns; rows are added at the end, and leave in any number and order.
 
-A million rows must not slow a step down: columns are numpy arrays that grow by doubling, rows that have left are only
+A million rows must not slow a step down: columns are flat arrays that grow by doubling, rows that have left are only
 marked, and those of a question form a chain from the newest to the oldest. Once more than half of the rows have left,
-the others are moved together. What a column has held for a row stays in that array, so that `Table.stored` can show the
-rows of one moment without a copy.
+the others are moved together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import TokenIds
-from exgrpo.train.common.step_batch import OF_ROW, Ints, StepBatch
-from exgrpo.train.replay.stored import OF_PLACE, OF_TRAJECTORY, Places, Stored, TokenBlocks, Tokens, gather, serials
+from exgrpo.train.common.columns import BEHAVIOURS, Ints, columns_of
+from exgrpo.train.common.records import TokenIds, Trajectory
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay.blocks import Places, TokenBlock, TokenBlocks, gather
 
 NONE = -1
 FEWEST = 1024
 """Rows below which nothing is moved together."""
-OF_ORIGIN: dict[str, type[np.generic]] = {
-    "advantage": np.float64,
-    "successes": np.int64,
-    "answers": np.int64,
-    "replays": np.int64,
-}
-"""Of an answer its advantage in its own group, of which m of F answers that count were successes, and its replays."""
-COLUMNS = OF_TRAJECTORY | OF_PLACE | OF_ORIGIN
-"""What is known of a row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Sequence[Trajectory]):
+    """N stored answers as they are at one moment, whatever leaves or joins later.
+
+    Attributes:
+        columns: [N] each stored column of rows, and `Places`, by name.
+        blocks: the blocks that hold the tokens.
+    """
+
+    columns: Mapping[str, npt.NDArray]
+    blocks: Mapping[int, TokenBlock]
+
+    def __len__(self) -> int:
+        return len(self.columns["length"])
+
+    @overload
+    def __getitem__(self, row: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, row: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        block, start, length = (self.columns[name].item(row) for name in Places._fields)
+        tokens = {
+            n: self.blocks[block].part(n, start, start + length) for n in ("token", "old_log_prob", "own", "kept")
+        }
+        plain = ("question", "finished", "reward", "step", "key", "penalty")
+        return Trajectory(
+            response=tokens["token"],
+            log_prob=tokens["old_log_prob"],
+            written=None if tokens["own"].all() else tokens["own"],
+            kept=tokens["kept"] if len(tokens["kept"].ids) else None,
+            behaviour=BEHAVIOURS[self.columns["behaviour"][row]],
+            **{name: self.columns[name].item(row) for name in plain},
+        )
+
+    @property
+    def places(self) -> Places:
+        """[N] where the tokens lie."""
+        return Places(*(self.columns[name] for name in Places._fields))
+
+    def tokens(self, rows: npt.NDArray) -> dict[str, Any]:
+        """Return the columns of tokens of some of them, end to end."""
+        return gather(self.blocks, Places(*(column[rows] for column in self.places)))
+
+
+def pack(trajectories: Sequence[Trajectory], folder: Path | None = None, **columns: Any) -> Stored:
+    """Return trajectories [N] as they are stored, with further columns [N] or [T]; raises as `TokenBlock.append`."""
+    table = Table(max((one.question for one in trajectories), default=-1) + 1, folder)
+    table.add(StepBatch.of_trajectories(trajectories, **columns))
+    return table.stored()
 
 
 class Table:
@@ -47,77 +94,80 @@ class Table:
         self.held: Ints = np.zeros(questions, np.int64)
         self._newest: Ints = np.full(questions, NONE, np.int64)
         self.blocks = TokenBlocks(folder)
-        self._columns: dict[str, npt.NDArray] = {name: np.empty(FEWEST, dtype) for name, dtype in COLUMNS.items()}
-        self._older: Ints = np.full(FEWEST, NONE, np.int64)
-        self._alive: npt.NDArray[np.bool_] = np.zeros(FEWEST, bool)
-        self._size = 0
+        dtypes = {name: column.dtype for name, column in columns_of("group", "row", stored=True).items()}
+        dtypes |= dict.fromkeys(Places._fields, np.int64)
+        self._hold({name: np.empty(0, dtype) for name, dtype in dtypes.items()}, 0)
+
+    def _hold(self, columns: Mapping[str, npt.NDArray], size: int) -> None:
+        """Replace all rows by those of columns, without gaps, and link the chains of all questions."""
+        room = max(FEWEST, size)
+        self._columns = {name: _resized(column, room) for name, column in columns.items()}
+        self._alive, self._older = np.arange(room) < size, np.full(room, NONE, np.int64)
+        self._size = size
         self._rows: Ints | None = None
+        question = self._columns["question"][:size]
+        order = np.argsort(question, kind="stable")
+        same = question[order[1:]] == question[order[:-1]]
+        self._older[order[1:][same]] = order[:-1][same]
+        self._newest[:] = NONE
+        self._newest[question[order]] = order  # of equal ones the last, which is the newest
 
     def __len__(self) -> int:
         return int(self.held.sum())
 
     def rows(self) -> Ints:
-        """[N] the rows that are there, oldest first."""
+        """Return the rows [N] that are there, oldest first."""
         if self._rows is None:
             self._rows = np.flatnonzero(self._alive[: self._size])
         return self._rows
 
     def column(self, name: str) -> npt.NDArray:
-        """[N] one of `COLUMNS`, of `rows`."""
+        """Return a column of `rows` [N], by name."""
         rows, column = self.rows(), self._columns[name]
         if len(rows) and rows[-1] - rows[0] == len(rows) - 1:  # without gaps there is nothing to gather
             return column[rows[0] : rows[-1] + 1]
         return column[rows]
 
     def values(self, name: str, rows: Ints) -> npt.NDArray:
-        """[len(rows)] one of `COLUMNS`, of some rows."""
+        """Return a column of some rows."""
         return self._columns[name][rows]
 
     def value(self, name: str, row: int) -> Any:
-        """One of `COLUMNS`, of a row, as a plain number."""
+        """Return the value of a column in a row, as a plain number."""
         return self._columns[name].item(row)
 
     def response(self, row: int) -> TokenIds:
-        """[R] token ids of a row."""
+        """Return the token ids [R] of a row."""
         start = self.value("start", row)
-        return self.blocks.contents[self.value("block", row)].response[start : start + self.value("length", row)]
+        return self.blocks.contents[self.value("block", row)].part("token", start, start + self.value("length", row))
 
     def stored(self) -> Stored:
-        """All trajectories, in the order of `rows`."""
-        columns = {name: self.column(name) for name in OF_TRAJECTORY | OF_PLACE}
-        return Stored(columns, dict(self.blocks.contents))
+        """Return all of them, in the order of `rows`."""
+        return Stored({name: self.column(name).copy() for name in self._columns}, dict(self.blocks.contents))
 
     def answers(self, rows: Ints, group: Ints, question: Ints) -> StepBatch:
-        """Some rows as replayed answers of a batch.
+        """Return some rows as replayed answers of a batch, without `advantage`, which counts in another group now.
 
         Args:
             rows: [N] in the order of their groups.
             group: [N] number of the group of each.
             question: [G] of each group.
         """
+        of_rows = {name: self.values(name, rows) for name in columns_of("row", stored=True) if name != "advantage"}
         tokens = gather(self.blocks.contents, self._places(rows))
-        return StepBatch(
-            question,
-            group,
-            self.values("length", rows),
-            replayed=np.ones(len(rows), bool),
-            token=tokens.response,
-            own=~tokens.observed,
-            old_log_prob=tokens.log_prob,
-            **({} if tokens.kept is None else {"kept": tokens.kept}),
-            **{name: self.values(name, rows) for name in OF_TRAJECTORY if name in OF_ROW},
-        )
+        replayed = np.ones(len(rows), bool)
+        return StepBatch(question, group, self.values("length", rows), replayed=replayed, **of_rows, **tokens)
 
     def holds(self, question: int, row: int) -> bool:
-        """Whether a row >= 0 is there, and an answer to this question."""
+        """Return True if a row >= 0 is there and answers this question."""
         return row < self._size and bool(self._alive[row]) and self.value("question", row) == question
 
     def of_question(self, question: int) -> list[int]:
-        """The rows of a question, oldest first."""
+        """Return the rows of a question, oldest first."""
         return list(self._chain(question))[::-1]
 
     def newest(self, questions: Ints) -> Ints:
-        """[len(questions)] the newest row of each question, which has one."""
+        """Return the newest row of each of some questions that have one."""
         return self._newest[questions]
 
     def _chain(self, question: int) -> Iterator[int]:
@@ -127,23 +177,22 @@ class Table:
                 yield row
             row = int(self._older[row])
 
-    def add(self, batch: StepBatch, **origins: npt.NDArray) -> Ints:
-        """Store the N rows of a batch; returns their numbers here.
+    def add(self, batch: StepBatch, **columns: npt.NDArray) -> Ints:
+        """Store the N rows of a batch and return their numbers here.
 
         Args:
-            batch: answers that each have a token.
-            origins: [N] columns of `OF_ORIGIN`; one that is not named is 0.
+            batch: answers that each have a token; a column that it lacks has its default.
+            columns: [N] in the place of those of the batch.
         """
         first, self._size = self._size, self._size + len(batch)
         if self._size > len(self._alive):
             self._grow()
-        question = batch.question[batch.group]
-        kept = batch.kept if batch.has("kept") else None
-        places = self.blocks.extend(Tokens(batch.token, batch.old_log_prob, ~batch.own, kept), batch.length)
-        of_rows = {name: getattr(batch, name) for name in OF_TRAJECTORY if name in OF_ROW}
-        found = {**of_rows, "question": question, "serial": serials(len(batch)), **places._asdict(), **origins}
+        tokens = {name: getattr(batch, name) for name in columns_of("token", stored=True) if batch.has(name)}
+        found = {name: batch.column(name) for name in columns_of("row", stored=True) if name not in columns}
+        question = found["question"] = batch.question[batch.group]
+        found |= {**columns, **self.blocks.extend(tokens, batch.length)._asdict()}
         for name, column in self._columns.items():
-            column[first : self._size] = found.get(name, 0)
+            column[first : self._size] = found[name]
         for row, of_row in enumerate(question.tolist(), first):
             self._older[row], self._newest[of_row] = self._newest[of_row], row
         self._alive[first : self._size] = True
@@ -175,7 +224,7 @@ class Table:
         self.remove(rows)
 
     def replayed(self, rows: Ints) -> Ints:
-        """Count a replay of each of some rows; returns how many each has had by now."""
+        """Count a replay of each of some rows, and return how many each has had by now."""
         np.add.at(self._columns["replays"], rows, 1)
         return self._columns["replays"][rows]
 
@@ -189,11 +238,7 @@ class Table:
         """
         rows = self.rows()
         if self._size >= FEWEST and 2 * len(rows) < self._size:
-            room = max(FEWEST, len(rows))
-            self._columns = {name: _resized(column[rows], room) for name, column in self._columns.items()}
-            self._alive, self._older = np.arange(room) < len(rows), np.empty(room, np.int64)
-            self._size, self._rows = len(rows), None
-            self._link()
+            self._hold({name: column[rows] for name, column in self._columns.items()}, len(rows))
         self._move_tokens()
 
     def _move_tokens(self) -> None:
@@ -205,35 +250,18 @@ class Table:
         places = self._places(rows)
         moved = self.blocks.extend(gather(self.blocks.contents, places), places.length)
         self.blocks.release(places)
-        for name in ("block", "start"):
-            self._columns[name] = self._columns[name].copy()
-            self._columns[name][rows] = getattr(moved, name)
+        for name, values in moved._asdict().items():
+            self._columns[name][rows] = values
 
-    def _link(self) -> None:
-        """The chains of all questions, of rows without gaps."""
-        question = self._columns["question"][: self._size]
-        order = np.argsort(question, kind="stable")
-        self._older[: self._size] = NONE
-        same = question[order[1:]] == question[order[:-1]]
-        self._older[order[1:][same]] = order[:-1][same]
-        self._newest[:] = NONE
-        self._newest[question[order]] = order  # of equal ones the last, which is the newest
-
-    def fill(self, stored: Stored, **origins: npt.NDArray) -> None:
-        """Replace all rows by N answers, oldest first, and their origins, as `add` takes them."""
-        size = len(stored)
-        room = max(FEWEST, size)
-        found = {**dict.fromkeys(OF_ORIGIN, np.zeros(size)), **stored.columns, **origins}
-        self._columns = {name: _resized(found[name].astype(dtype), room) for name, dtype in COLUMNS.items()}
-        self.blocks.adopt(stored.contents, stored.places)
-        self._older, self._alive = np.empty(room, np.int64), np.arange(room) < size
-        self._size, self._rows = size, None
+    def fill(self, stored: Stored) -> None:
+        """Replace all rows by N answers, oldest first; tokens are not copied."""
+        self._hold({name: stored.columns[name] for name in self._columns}, len(stored))
+        self.blocks.adopt(stored.blocks, stored.places)
         self.held = np.bincount(self.column("question"), minlength=len(self.held))
-        self._link()
 
 
 def _resized(column: npt.NDArray, room: int) -> npt.NDArray:
-    """A copy with room for more; the system gives memory to room when it is used."""
+    """Return a copy with room for more; the system gives memory to room when it is used."""
     copy = np.zeros(room, column.dtype)
     copy[: len(column)] = column
     return copy

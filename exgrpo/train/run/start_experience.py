@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from exgrpo.train.common.columns import COLUMNS, Column
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
@@ -21,7 +22,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
-from exgrpo.train.run.traces import Questions, Trace, read_traces
+from exgrpo.train.run.traces import Questions, Trace, further_columns, read_traces
 
 if TYPE_CHECKING:
     from exgrpo.train.trainer import Trainer  # which needs DeepSpeed, and other trainers do without it
@@ -181,6 +182,7 @@ class _Row:
     advantage: float | None
     successes: int
     answers: int
+    more: dict[str, Any]
 
 
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
@@ -210,12 +212,13 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     rows = _distinct(rows, getattr(rules.find("admit", setting.options.admit), "distinct", None), started)
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
-    origins = {
+    columns = {
         "advantage": np.array([_advantage(row, counts[row.question.index], setting) for row in rows]),
         "successes": np.array([row.successes for row in rows]),
         "answers": np.array([row.answers for row in rows]),
     }
-    run.replay.memory.fill([row.one for row in rows], counts, **origins)
+    columns |= {name: _joined(name, column, rows) for name, column in further_columns().items()}
+    run.replay.memory.fill([row.one for row in rows], counts, **columns)
     started.stored, started.questions = len(rows), len(counts)
     return started
 
@@ -268,7 +271,15 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
         kept=kept,
     )
     text = trace.response if trace.reward is None else None
-    return _Row(question, one, text, trace.advantage, trace.group_successes, trace.group_answers)
+    more = {name: value for name, value in trace.more.items() if own or COLUMNS[name].axis == "row"}
+    return _Row(question, one, text, trace.advantage, trace.group_successes, trace.group_answers, more)
+
+
+def _joined(name: str, column: Column, rows: Sequence[_Row]) -> Any:
+    """Return a further column of rows, or of their tokens."""
+    if column.axis == "row":
+        return np.array([row.more.get(name, column.filled(1)[0]) for row in rows], column.dtype)
+    return column.joined([row.more.get(name, column.filled(len(row.one.response))) for row in rows])
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:

@@ -32,8 +32,8 @@ from exgrpo.train.data.selection import (
 )
 from exgrpo.train.metrics.trackers import check_trackers
 from exgrpo.train.replay import rules
+from exgrpo.train.replay.blocks import check_folder
 from exgrpo.train.replay.rehearsal import rehearse
-from exgrpo.train.replay.stored import check_folder
 from exgrpo.train.reward.contract import TURNS, Columns
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.turns.environments import Environment, find_environment

@@ -1,7 +1,7 @@
 """Files of traces: parquet, JSONL and JSON, one answer a row, as `exgrpo experience` writes them or from elsewhere.
 
-The fields of `Trace` are the columns. A row needs `response`, and one of `question`, `problem` and `prompt_ids`. Every
-other column may be missing, a cell may be empty, and further columns are ignored.
+The columns are `TEXTS`, and those that `common.columns` names in traces. A row needs `response`, and one of `question`,
+`problem` and `prompt_ids`. Every other column may be missing, a cell may be empty, and unknown columns are ignored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common.columns import COLUMNS, Column
 from exgrpo.train.common.errors import DataError, os_errors_as, shown
 from exgrpo.train.common.records import Behaviour, KeptSets
 from exgrpo.train.config.section import explain
@@ -44,7 +45,7 @@ def _gold(value: Any) -> Any:
 
 
 def _array(value: Any, kinds: str, what: str) -> npt.NDArray:
-    """[R] values, of these kinds of NumPy."""
+    """Return values [R] of these kinds of NumPy."""
     try:
         given = np.asarray(value) if len(value) else np.empty(0, np.int32)
     except (TypeError, ValueError):  # no list, or one of lists of different lengths
@@ -91,61 +92,47 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Trace(BaseModel):
-    """An answer from a file, and what is known of each of its R tokens; what the file does not say is None."""
+    """An answer from a file, and what is known of each of its R tokens; what the file does not say is None.
+
+    `TEXTS` and `COLUMNS` say what the fields are; `more` has the values of `further_columns`, by their names there.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
-    question: str | None = Field(
-        None, validation_alias=AliasChoices("question", "problem"), description="text of the question"
-    )
-    prompt_ids: TokenIds | None = Field(None, description="token ids of its prompt, as the model reads it")
-    answer: Annotated[str | None, BeforeValidator(_gold)] = Field(None, description="its right answer")
-    response_ids: TokenIds | None = Field(None, description="token ids of the answer, with the token that ends it")
-    response: str = Field(description="text of the answer, without what ends it")
-    log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = Field(
-        None, description="log-probs of these tokens under the policy that wrote them, at the rollout temperature"
-    )
-    written: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = Field(
-        None,
-        description="whether the policy wrote each token, or an environment, whose tokens have log-probs of 0; "
-        "empty: the policy wrote all of them",
-    )
-    kept: Annotated[KeptSets, PlainValidator(_sets)] | None = Field(
-        None,
-        description="the token ids that each token was drawn from, among which its log-prob is, where top-p, top-k "
-        "or min-p left a part of them; empty: all",
-    )
-    behaviour: Behaviour | None = Field(
-        None,
-        description="who computed them: the trainer, before the update of that step, or the rollout engine, in "
-        "sampling; unknown: nobody, and they are 0",
-    )
-    model: str | None = Field(
-        None, description="where the policy began; together with the step it names the policy that wrote the answer"
-    )
-    finished: bool = Field(True, description="whether the answer ended by itself and was not cut at the length limit")
-    reward: Number | None = Field(None, description="what the verifier gave")
-    step: Whole | None = Field(None, description="training step in which it was written")
-    advantage: Number | None = Field(None, description="in the group that it was written in")
-    group_successes: Whole = Field(0, description="successes among the answers of that group that count")
-    group_answers: Whole = Field(0, description="number of those answers; 0: not known")
-    replays: Whole = Field(0, description="how often it was replayed")
-    key: Whole = Field(
-        0, description="hash of the solution that it gives: answers that differ only in form have the same one; 0: none"
-    )
+    question: str | None = Field(None, validation_alias=AliasChoices("question", "problem"))
+    prompt_ids: TokenIds | None = None
+    answer: Annotated[str | None, BeforeValidator(_gold)] = None
+    response_ids: TokenIds | None = None
+    response: str
+    log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = None
+    written: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = None
+    kept: Annotated[KeptSets, PlainValidator(_sets)] | None = None
+    behaviour: Behaviour | None = None
+    model: str | None = None
+    finished: bool = True
+    reward: Number | None = None
+    step: Whole | None = None
+    advantage: Number | None = None
+    group_successes: Whole = 0
+    group_answers: Whole = 0
+    replays: Whole = 0
+    key: Whole = 0
+    more: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
     def _there(cls, row: dict[str, Any]) -> dict[str, Any]:
-        return {name: cell for name, cell in row.items() if cell is not None}
+        row = {name: cell for name, cell in row.items() if cell is not None}
+        further = {name: one for name, one in further_columns().items() if one.trace in row}
+        return {**row, "more": {name: _values(one, row[one.trace]) for name, one in further.items()}}
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.question is None and self.prompt_ids is None:
             raise ValueError("nothing names the question: question, problem and prompt_ids are missing")
         tokens = np.empty(0, np.int32) if self.response_ids is None else self.response_ids
-        for name in ("log_prob", "written", "kept"):
-            values = getattr(self, name)
+        given = {name: getattr(self, name) for name in ("log_prob", "written", "kept")}
+        for name, values in (given | {n: v for n, v in self.more.items() if COLUMNS[n].axis == "token"}).items():
             if values is not None and len(values) != len(tokens):
                 raise ValueError(f"{len(values)} {name} for {len(tokens)} response_ids")
         sets = self.kept.lists() if self.kept else []
@@ -157,6 +144,34 @@ class Trace(BaseModel):
         self.written = None if self.written is None or self.written.all() else self.written
         self.kept = self.kept if self.kept and len(self.kept.ids) else None
         return self
+
+
+TEXTS = {
+    "question": "text of the question",
+    "prompt_ids": "token ids of its prompt, as the model reads it",
+    "answer": "its right answer",
+    "source": "data set that the question comes from",
+    "response": "text of the answer, without what ends it",
+    "model": "where the policy began; together with the step it names the policy that wrote the answer",
+}
+"""Columns of traces that answers have nowhere else, each with its meaning."""
+
+
+def trace_columns() -> dict[str, Column]:
+    """Return the columns of answers that traces have, by their names in `COLUMNS`."""
+    return {name: one for name, one in COLUMNS.items() if one.trace}
+
+
+def further_columns() -> dict[str, Column]:
+    """Return those of `trace_columns` without a field in `Trace`: numbers that need no check of their own."""
+    return {name: one for name, one in trace_columns().items() if one.trace not in Trace.model_fields}
+
+
+def _values(column: Column, value: Any) -> Any:
+    """Return a number of a further column, or the numbers [R] of tokens."""
+    kinds = {"b": "b", "f": "iuf"}.get(np.dtype(column.dtype).kind, "iu")
+    values = _array(value if column.axis == "token" else [value], kinds, column.trace)
+    return values.astype(column.dtype) if column.axis == "token" else column.dtype(values[0])
 
 
 class Questions:
@@ -182,7 +197,7 @@ class Questions:
             self._by_prompt.setdefault(question.prompt, question)
 
     def find(self, trace: Trace) -> Question | None:
-        """The question of a trace; None: it is not among them, or has another gold answer."""
+        """Return the question of a trace; None: it is not among them, or has another gold answer."""
         gold = trace.answer if self._golds else None
         if trace.question is not None:
             by_text = self._by_text.get(trace.question) if gold is None else self._by_gold.get((trace.question, gold))
@@ -199,7 +214,7 @@ class Questions:
 
 
 def trace_files(source: Path) -> list[Path]:
-    """The files of traces that a path means: itself, or those of an exported folder, in the order of their names.
+    """Return the files of traces at a path: itself, or those of an exported folder, in the order of their names.
 
     Raises:
         DataError: there is none.
@@ -219,13 +234,13 @@ def trace_files(source: Path) -> list[Path]:
 
 
 def check_traces(source: Path) -> None:
-    """Whether traces can be read from here; only the first one of each file is read. Raises as `read_traces`."""
+    """Check that traces can be read from here; only the first one of each file is read. Raises as `read_traces`."""
     for path in trace_files(source):
         next(_traces(path), None)
 
 
 def read_traces(source: Path) -> Iterator[Trace]:
-    """All traces of a file or an exported folder, some at a time.
+    """Yield all traces of a file or an exported folder.
 
     Raises:
         DataError: a file cannot be read, or has a row that cannot be right; the message names it.
@@ -235,7 +250,8 @@ def read_traces(source: Path) -> Iterator[Trace]:
 
 
 def _traces(path: Path) -> Iterator[Trace]:
-    for place, value in read_values(path, {"problem", *Trace.model_fields}):
+    known = {"problem", *Trace.model_fields, *(one.trace for one in trace_columns().values())}
+    for place, value in read_values(path, known):
         try:
             yield parse_as(Trace, value, "trace")
         except DataError as error:
@@ -243,7 +259,7 @@ def _traces(path: Path) -> Iterator[Trace]:
 
 
 def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """The rows of a file with their places; in the place of a line that is no JSON, the error.
+    """Yield the rows of a file with their places; in the place of a line that is no JSON, the error.
 
     Args:
         path: the file.
@@ -274,7 +290,7 @@ def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str
 
 
 def parse_as(model: type[Model], value: Any, title: str) -> Model:
-    """What `read_values` gives, as a row of a model.
+    """Return what `read_values` gives as a row of a model.
 
     Raises:
         DataError: it cannot be right; the message is without its place.

@@ -1,7 +1,7 @@
 """Folders of runs with an untrained checkpoint, and trajectories of the default task's tokens."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
-from exgrpo.train.checkpoint.store import ExperienceStore, segment_names, write_checked
+from exgrpo.train.checkpoint.store import ExperienceStore, file_names, write_checked
 from exgrpo.train.common.records import KeptSets, Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.replay import Setting
@@ -20,7 +20,6 @@ from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.replay.memory import ExperienceMemory
-from exgrpo.train.replay.stored import Stored
 from exgrpo.train.run.traces import read_traces
 from tests.train.batches import lists, sets
 from tests.train.configs import configured
@@ -81,24 +80,30 @@ def with_reply() -> Trajectory:
 
 
 def make_run(
-    folder: Path, trajectories: Sequence[Trajectory], *, step: int = 5, asked: QuestionSet | None = None, **values: Any
+    folder: Path,
+    trajectories: Sequence[Trajectory],
+    *,
+    step: int = 5,
+    asked: QuestionSet | None = None,
+    further: Mapping[str, Any] | None = None,
+    **values: Any,
 ) -> Path:
     """Make a run's folder with one checkpoint as `Checkpoints` writes it, without weights, for `questions`."""
     of_run = config(values)
     memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
     place = np.arange(len(trajectories))
-    origins = {
+    columns = {
         "advantage": 0.25 + place,
         "successes": 1 + place % 2,
         "answers": np.full_like(place, 3),
         "replays": place,
+        **(further or {}),
     }
-    memory.fill(trajectories, {one.question: 2.0 for one in trajectories}, **origins)
+    memory.fill(trajectories, {one.question: 2.0 for one in trajectories}, **columns)
     memory.retired[QUESTIONS - 1] = True
     store = ExperienceStore(folder / EXPERIENCE)
     stored = memory.all_trajectories()
-    first = Stored({name: column[:2] for name, column in stored.columns.items()}, stored.contents)
-    index = store.save(first) and store.save(stored)  # in two segments
+    index = store.save(stored)
     arrays = write_checked(store.folder, {**memory.arrays(), **index})
     checkpoint = folder / FOLDER / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)
@@ -108,7 +113,7 @@ def make_run(
         config=of_run.model_dump(mode="json"),
         files={},
         arrays=arrays,
-        experience={name: store.size(name) for name in (arrays, *segment_names(index))},
+        experience={name: store.size(name) for name in (arrays, *file_names(index))},
         values={},
         progress={},
     )

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from exgrpo.tools.experience import export as exporting
-from exgrpo.tools.experience.export import SCHEMA, export
+from exgrpo.tools.experience.export import export, kinds
 from exgrpo.tools.experience.sources import open_run
 from exgrpo.train.checkpoint.listing import EXPERIENCE
 from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
@@ -32,7 +32,7 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
     import datasets
 
     loaded = datasets.load_dataset(str(exported), split="train", cache_dir=str(tmp_path))
-    assert loaded.column_names == SCHEMA.names
+    assert loaded.column_names == list(kinds())
     assert len(loaded) == len(some())
     for i, (row, one) in enumerate(zip(loaded, some(), strict=True)):
         question = questions()[one.question]
@@ -54,7 +54,7 @@ def test_the_card_says_what_it_is_and_how_it_was_made(exported):
     _, head, text = (exported / "README.md").read_text().split("---\n", 2)
     values = yaml.safe_load(head)
     assert values["license"] == "unknown"
-    assert all(f"| {name} | " in text for name in SCHEMA.names)
+    assert all(f"| {name} | " in text for name in kinds())
     for fact in ("model: builtin:arithmetic", "training step: 5", "seed of the run: 0", "stored answers: 7", "exgrpo"):
         assert fact in text
 

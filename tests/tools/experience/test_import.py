@@ -235,7 +235,7 @@ WRONG = [
     (verl(0, "1", "good"), "reward: Input should be a valid number (got 'good')"),
     ({"input": "1", "gts": "1", "score": 1.0}, "has no 'output', which --columns names; its columns are 'input, gts"),
     (verl(0, "1", 1.0, step=-1), "step: Input should be greater than or equal to 0 (got -1)"),
-    (verl(0, "1", 1.0, step=2**40), "cannot be written: "),
+    (verl(0, "1", 1.0, source=5), "cannot be written: "),
 ]
 
 

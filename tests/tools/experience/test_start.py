@@ -14,7 +14,6 @@ from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.replay.table import OF_ORIGIN
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from exgrpo.train.run.traces import read_traces
@@ -125,7 +124,9 @@ def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, ru
         assert same(one, origin, besides=["step"])
         assert one.step == 0
     table = trainer.replay.memory.table
-    origins = zip(*(table.column(name).tolist() for name in OF_ORIGIN), strict=True)
+    origins = zip(
+        *(table.column(name).tolist() for name in ("advantage", "successes", "answers", "replays")), strict=True
+    )
     assert list(origins) == [(0.25 + i, 1 + i % 2, 3, 0) for i in range(7)]
     # The latest known group of each question: rows 6, 3 and 5.
     assert trainer.replay.memory.count.tolist() == pytest.approx([K / 3, K * 2 / 3, K * 2 / 3, 0, 0, 0])

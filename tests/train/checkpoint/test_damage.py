@@ -70,9 +70,9 @@ def test_where_all_are_damaged_one_error_names_every_problem(tmp_path):
 
 def test_another_format_is_an_error_and_no_damage(tmp_path):
     saved_run(tmp_path)
-    (find(tmp_path)[0].folder / "manifest.json").write_text(signed({"format": FORMAT - 1}))
+    (find(tmp_path)[0].folder / "manifest.json").write_text(signed({"format": FORMAT + 1}))
     before = folders(tmp_path)
-    told = f"step_00000006 has format {FORMAT - 1} and this version of exgrpo reads format {FORMAT}"
+    told = f"step_00000006 has format {FORMAT + 1} and this version of exgrpo reads format {FORMAT}"
     with pytest.raises(CheckpointError, match=told):
         load(tmp_path)
     assert folders(tmp_path) == before

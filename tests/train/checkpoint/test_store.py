@@ -1,4 +1,4 @@
-"""The buffer on disk: exact, append-only, checked."""
+"""The buffer on disk: exact, written once, checked."""
 
 import tracemalloc
 
@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.checkpoint import store as module
-from exgrpo.train.checkpoint.store import ExperienceStore, segment_names
+from exgrpo.train.checkpoint.store import ExperienceStore, file_names
+from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.records import KeptSets, Trajectory
-from exgrpo.train.replay.stored import OF_TRAJECTORY, Stored, pack
+from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.replay import blocks
+from exgrpo.train.replay.table import Table, pack
 from tests.train.batches import lists
 
 
@@ -28,21 +30,13 @@ def trajectory(question: int, seed: int) -> Trajectory:
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
         written=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
-        kept=KeptSets.of([range(seed % 7 + i) for i in range(length)]) if seed % 3 else None,
+        kept=KeptSets.of([range(seed % 7 + i) for i in range(length)]) if seed % 3 and length > 1 else None,
     )
 
 
-def some(*parts: Stored | list[Trajectory], start: int = 0) -> Stored:
-    """Answers one after the other, without the first ones; those of a `Stored` stay what they are to a store."""
-    packed = [part if isinstance(part, Stored) else pack(part) for part in parts]
-    columns, contents, number = {}, {}, 0
-    for part in packed:
-        columns_of_part = {**part.columns, "block": part.columns["block"] + number}
-        contents |= {block + number: tokens for block, tokens in part.contents.items()}
-        number = max(contents, default=-1) + 1
-        for name, column in columns_of_part.items():
-            columns[name] = np.concatenate([columns.get(name, column[:0]), column])
-    return Stored({name: column[start:] for name, column in columns.items()}, contents)
+def add(table: Table, trajectories: list[Trajectory]) -> None:
+    """Store trajectories."""
+    table.add(StepBatch.of_trajectories(trajectories))
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
@@ -57,62 +51,70 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 @settings(max_examples=40)
 def test_what_is_alive_comes_back_in_order(tmp_path_factory, history, reopen):
     folder = tmp_path_factory.mktemp("store")
-    store, alive, answers, seed = ExperienceStore(folder), [], pack([]), 0
+    store, alive, table, seed = ExperienceStore(folder), [], Table(100), 0
     for added, removed in history:
         new = [trajectory(seed + i, seed + i) for i in range(added)]
         removed = min(removed, len(alive))
-        alive, answers = alive[removed:] + new, some(answers, new, start=removed)
+        table.remove(table.rows()[:removed])
+        add(table, new)
+        alive = alive[removed:] + new
         seed += added
-        index = store.save(answers)
+        index = store.save(table.stored())
         if reopen:
             store = ExperienceStore(folder)
         loaded = store.load(index)
         assert len(loaded) == len(alive)
         assert all(map(same, loaded, alive))
         assert all(t.response.dtype == np.int32 and t.log_prob.dtype == np.float32 for t in loaded)
-        answers = loaded
-
-
-def test_a_save_writes_only_what_is_new(tmp_path):
-    store = ExperienceStore(tmp_path)
-    old = pack([trajectory(i, i) for i in range(50)])
-    store.save(old)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    index = store.save(some(old, [trajectory(50, 51)], start=10))  # most of the segment lives: it stays
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    (new,) = set(tmp_path.iterdir()) - set(before)
-    assert new.stat().st_size < 1000
-    assert len(index["row"]) == 41
-    store.save(some(old, start=10))
-    assert len(list(tmp_path.iterdir())) == 2
+        table.fill(loaded)
 
 
 @pytest.mark.parametrize("reopen", [False, True])
-def test_a_segment_that_mostly_died_is_written_again_and_can_go(tmp_path, reopen):
-    store = ExperienceStore(tmp_path)
-    old = pack([trajectory(i, i) for i in range(50)])
-    first = store.save(old)
+def test_a_full_block_is_written_once_and_goes_with_its_answers(tmp_path, monkeypatch, reopen):
+    monkeypatch.setattr(blocks, "FEWEST", 64)
+    monkeypatch.setattr(blocks, "MOST", 64)
+    store, table = ExperienceStore(tmp_path), Table(200)
+    made = [trajectory(i, i) for i in range(100)]
+    add(table, made[:50])
+    first = store.save(table.stored())
+    assert len(file_names(first)) >= 3
     if reopen:
         store = ExperienceStore(tmp_path)
-        old = store.load(first)
-    living = some(old, start=26)
-    index = store.save(living)
-    assert not set(segment_names(index)) & set(segment_names(first))
-    assert all(map(same, ExperienceStore(tmp_path).load(first), old)), "the checkpoint before it is still whole"
-    store.remove_unused(set(segment_names(index)))
-    assert all(map(same, ExperienceStore(tmp_path).load(index), living))
-    again = store.save(living)
-    assert segment_names(again) == segment_names(index)
+        table.fill(store.load(first))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    add(table, made[50:])
+    index = store.save(table.stored())
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    unchanged = file_names(first) if reopen else file_names(first)[:-1]  # to the last one, answers were added
+    assert set(unchanged) < set(file_names(index))
+    assert all(map(same, ExperienceStore(tmp_path).load(first), made)), "the checkpoint before it is still whole"
+    table.remove(table.rows()[:50])
+    table.tidy()
+    last = store.save(table.stored())
+    assert not set(file_names(last)) & set(unchanged)
+    store.remove_unused(set(file_names(last)))
+    assert all(map(same, ExperienceStore(tmp_path).load(last), made[50:]))
 
 
-def test_a_load_takes_the_memory_of_what_lives(tmp_path):
-    store = ExperienceStore(tmp_path)
+def test_a_file_that_was_lost_is_written_again(tmp_path):
+    store, answers = ExperienceStore(tmp_path), pack([trajectory(i, i) for i in range(9)])
+    (name,) = file_names(store.save(answers))
+    (tmp_path / f"{name}.safetensors").unlink()
+    index = store.save(answers)
+    assert file_names(index) == [name]
+    assert all(map(same, ExperienceStore(tmp_path).load(index), answers))
+
+
+def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypatch):
     tokens, count = 1000, 400
+    monkeypatch.setattr(blocks, "MOST", 10 * tokens)
     zeros = np.zeros(tokens, np.int32)
-    every = pack([Trajectory(i, zeros, zeros.astype(np.float32), True, 1.0, 0) for i in range(count)])
-    index = store.save(every)
-    index |= {name: index[name][::4] for name in ("segment", "row")}
-    del store, every
+    table, store = Table(count), ExperienceStore(tmp_path)
+    add(table, [Trajectory(i, zeros + 1, zeros - np.float32(1), True, 1.0, 0) for i in range(count)])
+    table.remove(table.rows()[np.arange(count) % 4 > 0])
+    table.tidy()
+    index = store.save(table.stored())
+    del store, table
     tracemalloc.start()
     try:
         kept = ExperienceStore(tmp_path).load(index)
@@ -120,19 +122,17 @@ def test_a_load_takes_the_memory_of_what_lives(tmp_path):
     finally:
         tracemalloc.stop()
     assert len(kept) == count / 4
-    # 9 bytes per token, and less than half as much for room; columns and file names take under 200 bytes a trajectory.
-    assert held < len(kept) * (1.5 * 9 * tokens + 200) + 50_000
+    # 8 bytes per token; columns and file names take under 300 bytes an answer.
+    assert held < len(kept) * (2 * 8 * tokens + 300) + 50_000
 
 
-def test_many_answers_are_several_segments_and_are_loaded_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MOST_TOKENS", 20)
+def test_tokens_are_loaded_into_files(tmp_path):
     answers = pack([trajectory(i, i) for i in range(50)])
     index = ExperienceStore(tmp_path / "store").save(answers)
-    total = int(answers.columns["length"].sum())
-    assert len(segment_names(index)) == len(list((tmp_path / "store").iterdir())) == total // 20 + 1
     loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
-    blocks = loaded.contents.values()
-    assert all(isinstance(array.base, np.memmap) for tokens in blocks for array in (*tokens[:3], tokens.kept.ids))
+    columns = [block.columns for block in loaded.blocks.values()]
+    arrays = [array for one in columns for array in (one["token"], one["old_log_prob"], one["own"], one["kept"].ids)]
+    assert all(isinstance(array.base, np.memmap) for array in arrays)
     assert all(map(same, loaded, answers))
-    for name in OF_TRAJECTORY:
+    for name in columns_of("group", "row", stored=True):
         assert loaded.columns[name].tolist() == answers.columns[name].tolist()

@@ -175,7 +175,7 @@ def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():
     finally:
         tracemalloc.stop()
     assert memory.trajectory_count == 3 * count
-    room = sum(len(block.response) for block in memory.table.blocks.contents.values())
+    room = sum(block.room for block in memory.table.blocks.contents.values())
     assert memory.trajectory_count * tokens <= room < 2 * memory.trajectory_count * tokens
     # 4 bytes of id, 4 of log-prob and 1 that marks observations. A trajectory's columns take about 130 bytes, and there
     # is room for as many again.

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.step_batch import OF_ROW, OF_TOKEN
 from exgrpo.train.replay import rules
 from exgrpo.train.run import startup_checks
 from tests.train.batches import lists, rows_of, sets
@@ -80,7 +80,7 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
     for step in (3, 4, 5):
         expected, again = trainer.step(step), other.step(step)
         assert same(untimed(expected), untimed(again))
-        for name in (*OF_ROW, *OF_TOKEN, "question", "group", "trained"):
+        for name in (*columns_of("row", "token"), "question", "group", "trained"):
             ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
             if name == "kept":
                 assert lists(ours) == lists(theirs) == (sets(expected.batch.token) if cut else None)

@@ -162,7 +162,7 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         (
             "admit",
             "return batch.rewards > 0",
-            "a StepBatch has no rewards ({line}); there are behaviour, chosen_entropy",
+            "a StepBatch has no rewards ({line}); there are answers, behaviour, chosen_entropy",
         ),
         ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
         ("prioritise", "return Priority(units.count[1:])", "it gave an array [{number}] of float64 in a Priority; it"),

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exgrpo.train.common.columns import BEHAVIOURS, columns_of
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import KeptSets, Trajectory
-from exgrpo.train.common.step_batch import BEHAVIOURS, OF_ROW
-from exgrpo.train.replay import stored
+from exgrpo.train.replay import blocks
 from exgrpo.train.replay import table as module
-from exgrpo.train.replay.stored import OF_TRAJECTORY, pack
-from exgrpo.train.replay.table import NONE, OF_ORIGIN, Table
+from exgrpo.train.replay.table import NONE, Table, pack
 from tests.train.batches import Row, lists, make_batch, sets
 
 QUESTIONS = 4
+OF_ORIGIN = ("advantage", "successes", "answers", "replays")
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """So that tables grow and are tidied within a few rows, and tokens lie in several blocks."""
     monkeypatch.setattr(module, "FEWEST", 4)
-    monkeypatch.setattr(stored, "FEWEST", 4)
-    monkeypatch.setattr(stored, "MOST", 16)
+    monkeypatch.setattr(blocks, "FEWEST", 4)
+    monkeypatch.setattr(blocks, "MOST", 16)
 
 
 def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
@@ -101,7 +101,7 @@ def check(table: Table, model: list[dict]) -> None:
     rows = table.rows()
     assert len(table) == len(rows) == len(model)
     assert (np.diff(rows) > 0).all()
-    for name in OF_TRAJECTORY | OF_ORIGIN | {"length": np.int64}:
+    for name in (*columns_of("group", "row", stored=True), "length"):
         assert table.column(name).tolist() == [row[name] for row in model]
         assert table.values(name, rows).tolist() == [row[name] for row in model]
     check_made_again(table.stored(), [one["trajectory"] for one in model])
@@ -121,7 +121,7 @@ def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
     batch = table.answers(rows, np.arange(len(rows)) // 2, questions)
     assert batch.question.tolist() == questions.tolist()
     assert batch.replayed.all()
-    for name in OF_TRAJECTORY.keys() & OF_ROW.keys():
+    for name in columns_of("row", stored=True).keys() - {"advantage"}:
         assert getattr(batch, name).tolist() == [row[name] for row in model]
     for row, of_model in enumerate(model):
         trajectory, at = of_model["trajectory"], batch.at(row)
@@ -172,7 +172,7 @@ def test_a_table_is_a_list_of_rows(operations):
             case "fill":
                 table = Table(QUESTIONS)
                 origins = {name: np.array([one[name] for one in model]) for name in OF_ORIGIN}
-                table.fill(pack([one["trajectory"] for one in model]), **origins)
+                table.fill(pack([one["trajectory"] for one in model], **origins))
         check(table, model)
         earlier.append((table.stored(), [one["trajectory"] for one in model]))
     for before, trajectories in earlier:  # what leaves or moves later does not change them
@@ -187,8 +187,8 @@ def test_tokens_take_at_most_twice_the_room_of_what_is_left():
         rows = table.rows()
         table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
         table.tidy()
-        room = sum(len(one.response) for one in table.blocks.contents.values())
-        assert room <= 2 * table.column("length").sum() + stored.MOST
+        room = sum(one.room for one in table.blocks.contents.values())
+        assert room <= 2 * table.column("length").sum() + blocks.MOST
 
 
 def test_tokens_in_files_are_those_in_memory(tmp_path):
@@ -199,8 +199,8 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
     table.remove(table.rows()[::2])
     table.tidy()
     check_made_again(table.stored(), model[1::2])
-    blocks = table.blocks.contents.values()
-    arrays = [(one.response, one.kept.ids, one.kept.bounds) for one in blocks if one.kept and len(one.kept.ids)]
+    columns = [one.columns for one in table.blocks.contents.values()]
+    arrays = [(one["token"], one["kept"].ids, one["kept"].bounds) for one in columns if "kept" in one]
     assert arrays
     assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
     assert not list(tmp_path.iterdir()), "they have no names"
@@ -208,9 +208,9 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"experience\.folder .*missing: No such file.* name a folder"):
-        stored.check_folder(tmp_path / "missing")
-    stored.check_folder(tmp_path)
-    stored.check_folder(None)
+        blocks.check_folder(tmp_path / "missing")
+    blocks.check_folder(tmp_path)
+    blocks.check_folder(None)
 
 
 def test_rows_are_moved_together_once_more_than_half_have_left():

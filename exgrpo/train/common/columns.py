@@ -1,0 +1,243 @@
+"""The columns of an answer: the one table that the batch of a step, the buffer, checkpoints and traces are made from.
+
+To add a column, add an entry to `AnswerColumns` and fill it where it is known. With `stored`, buffer and checkpoints
+keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Objects = npt.NDArray[np.object_]
+Axis = Literal["group", "row", "token"]
+BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
+"""Names of the values of `behaviour`, in their order."""
+TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of answers.
+
+    Attributes:
+        axis: what it has a value of.
+        meaning: one line, for the documentation and for the cards of exported data sets.
+        stored: True if the buffer and checkpoints keep it.
+        trace: its name in files of traces; "": they lack it.
+        default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
+        dtype: of NumPy, or `KeptSets`.
+    """
+
+    axis: Axis
+    meaning: str
+    stored: bool = False
+    trace: str = ""
+    default: Any = None
+    dtype: Any = np.float64
+
+    def array(self, values: Any) -> Any:
+        """Return values as an array of the column."""
+        if self.dtype is KeptSets:
+            return values
+        return _objects(values) if self.dtype is np.object_ else np.asarray(values, self.dtype)
+
+    def filled(self, size: int) -> Any:
+        """Return so many defaults."""
+        if self.dtype is KeptSets:
+            return KeptSets.whole(size)
+        if self.default is not None or self.dtype is np.object_:
+            return np.full(size, self.default, self.dtype)
+        return np.full(size, np.nan if np.issubdtype(self.dtype, np.floating) else 0, self.dtype)
+
+    def is_default(self, values: Any) -> bool:
+        """Return True if all values are the default."""
+        if self.dtype is KeptSets:
+            return not len(values.ids)
+        (default,) = self.filled(1)
+        return bool((values == default).all() or (default != default and np.isnan(values).all()))
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Return the values of several parts, end to end."""
+        return KeptSets.joined(parts) if self.dtype is KeptSets else np.concatenate(parts)
+
+
+class AnswerColumns:
+    """The declared columns, by group, by row and by token."""
+
+    question: Annotated[Ints, Column("group", "index of the question", stored=True)]
+    prompt: Annotated[Objects, Column("group", "its prompt, an array of token ids")]
+
+    replayed: Annotated[Mask, Column("row", "True if the answer comes from the experience; else it is fresh")]
+    finished: Annotated[
+        Mask,
+        Column(
+            "row",
+            "True if the answer ended with EOS or a stop string and was not cut at the length limit",
+            stored=True,
+            trace="finished",
+        ),
+    ]
+    reward: Annotated[Doubles, Column("row", "what the verifier gave", stored=True, trace="reward")]
+    penalty: Annotated[
+        Doubles, Column("row", "what its length takes from its reward in advantages", stored=True, default=0.0)
+    ]
+    key: Annotated[
+        Ints,
+        Column(
+            "row",
+            "hash of the solution that it gives: answers that differ only in form have the same one; 0: none",
+            stored=True,
+            trace="key",
+        ),
+    ]
+    step: Annotated[Ints, Column("row", "training step in which it was written", stored=True, trace="step")]
+    behaviour: Annotated[
+        npt.NDArray[np.uint8],
+        Column(
+            "row",
+            "who computed the log-probs of the policy that wrote it: the trainer, before the update of that step, or "
+            "the rollout engine, in sampling; unknown: nobody, and they are 0: the writer counts as certain",
+            stored=True,
+            trace="behaviour",
+        ),
+    ]
+    text: Annotated[Objects, Column("row", "of fresh answers, what is graded: before the EOS token or stop string")]
+    parts: Annotated[Objects, Column("row", "of fresh answers, the parts of the reward by name")]
+    replays: Annotated[Ints, Column("row", "how often it was replayed", stored=True, trace="replays")]
+    chosen_entropy: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "of replayed answers, the mean token entropy in nats under the policy that chose it; NaN: not computed",
+        ),
+    ]
+    stored_advantage: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "of replayed answers, the advantage in the group that they were written in; NaN: they count in the mean "
+            "of the group that they have joined, and have its advantages",
+        ),
+    ]
+    advantage: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "advantage as it counts in this step; of stored answers, in the group that they were written in",
+            stored=True,
+            trace="advantage",
+            default=0.0,
+        ),
+    ]
+    successes: Annotated[
+        Ints,
+        Column(
+            "row",
+            "of stored answers, successes among the answers that count of the group that they were written in",
+            stored=True,
+            trace="group_successes",
+        ),
+    ]
+    answers: Annotated[
+        Ints,
+        Column("row", "of stored answers, number of those answers; 0: not known", stored=True, trace="group_answers"),
+    ]
+    weight: Annotated[
+        Doubles,
+        Column("row", "of the row's objective, in a mini-batch whose objective keeps it apart from the advantage"),
+    ]
+    learnt: Annotated[
+        Mask, Column("row", "True if the row may carry a gradient; others still count in what losses are divided by")
+    ]
+
+    token: Annotated[
+        TokenIds,
+        Column("token", "token ids of the answer, with the token that ends it", stored=True, trace="response_ids"),
+    ]
+    own: Annotated[
+        Mask,
+        Column(
+            "token",
+            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0, from "
+            "which nothing is learnt",
+            stored=True,
+            trace="written",
+            default=True,
+        ),
+    ]
+    engine_log_prob: Annotated[
+        Floats, Column("token", "the engine's own log-prob at the sampling temperature; NaN where it gave none")
+    ]
+    engine_entropy: Annotated[Floats, Column("token", "the entropy in nats that the engine saw; NaN: it gave none")]
+    old_log_prob: Annotated[
+        Floats,
+        Column(
+            "token",
+            "log-prob under the policy that wrote the answer, at the sampling temperature; NaN until known",
+            stored=True,
+            trace="log_prob",
+        ),
+    ]
+    log_prob: Annotated[
+        Floats,
+        Column(
+            "token",
+            "log-prob under the policy before this step's update, at the same temperature; NaN until known, and of "
+            "rows that are neither trained on nor stored",
+        ),
+    ]
+    entropy: Annotated[Floats, Column("token", "entropy in nats of the policy before the update; NaN as `log_prob`")]
+    reference_log_prob: Annotated[
+        Floats, Column("token", "log-prob under the reference of a divergence; NaN: the row is not compared")
+    ]
+    ratio_log_prob: Annotated[
+        Floats,
+        Column("token", "log-prob under the policy that importance ratios refer to, or `replay.contract.PRESENT`"),
+    ]
+    factor: Annotated[Floats, Column("token", "factor of the advantage", default=1)]
+    kept: Annotated[
+        KeptSets,
+        Column(
+            "token",
+            "ids of the tokens that it was drawn from, over which all of these log-probs and entropies are; not filled "
+            "where rollouts are cut nowhere",
+            stored=True,
+            trace="kept",
+        ),
+    ]
+
+
+def _column(hint: Any) -> Column:
+    """Return the column of an annotation, with its dtype."""
+    (column,) = hint.__metadata__
+    kind = hint.__origin__
+    if kind is KeptSets:
+        return replace(column, dtype=kind)
+    last = get_args(kind)[-1]  # np.dtype[X] of NDArray[X]; X itself from numpy 2.5 on
+    return replace(column, dtype=next(iter(get_args(last)), last))
+
+
+COLUMNS = {name: _column(hint) for name, hint in get_type_hints(AnswerColumns, include_extras=True).items()}
+
+
+def columns_of(*axes: Axis, stored: bool = False) -> dict[str, Column]:
+    """Return the columns of some axes, by name; only those that are stored, if `stored`."""
+    return {name: one for name, one in COLUMNS.items() if one.axis in axes and (one.stored or not stored)}
+
+
+def _objects(values: Any) -> Objects:
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        return values
+    values = list(values)
+    array = np.empty(len(values), object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
