@@ -24,7 +24,7 @@ with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOTrainer
     from trl.trainer.utils import pad
 
-    from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild, with_stored
+    from exgrpo.integrations.trl_batch import deal, mixed_advantages, places, rebuild, with_stored
     from exgrpo.integrations.trl_config import IMAGES, ExGRPOConfig, check_arguments, in_place_of_turns
     from exgrpo.integrations.trl_replay import (
         Prompts,
@@ -196,7 +196,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
         place = places(batch, planned, samples)
         given = self.accelerator.gather(output["advantages"]).cpu().numpy()
-        group_advantages(batch, place, given, samples, scale_by_std=self.replay.setting.scale_by_std)
+        mixed_advantages(batch, place, given, self.replay.setting)
         batch.fill(ratio_log_prob=batch.old_log_prob.copy())
         self.weigher(batch)
         rows = batch.rows_of(batch.trained)

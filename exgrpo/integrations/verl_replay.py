@@ -43,9 +43,9 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
-    from exgrpo.train.policy.batch import advantages
     from exgrpo.train.policy.loss import LossSettings
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting, replay_metrics
+    from exgrpo.train.replay.advantages import fill_advantages
     from exgrpo.train.replay.replayed import Weigher
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
@@ -293,10 +293,10 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """verl's, whose advantages and old log-probs give way to those of `exgrpo.train`."""
         result = super()._compute_advantage(batch, metrics)
-        whole, setting, objective = self._batch, self.replay.setting, self.options.objective
+        whole, objective = self._batch, self.options.objective
         if not self._trained:
             return result
-        advantages(whole, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        fill_advantages(whole, objective)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]

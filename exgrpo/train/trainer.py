@@ -15,7 +15,7 @@ from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps, overflowed
 from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
-from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.batch import MiniBatch, build_minibatches
 from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
@@ -33,6 +33,7 @@ from exgrpo.train.replay import (
     planned_from,
     replay_metrics,
 )
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout.answers import Answerer, Produced
 from exgrpo.train.rollout.engine import Sampling
@@ -226,8 +227,8 @@ class Trainer:
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
-        setting, objective = self.replay.setting, self.config.objective
-        advantages(batch, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        objective = self.config.objective
+        fill_advantages(batch, objective)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from exgrpo.kernels import group_advantage
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.segments import Segments
 from exgrpo.train.replay.contract import PRESENT
 
@@ -124,39 +122,6 @@ class MicroBatch(TokenBatch):
     active: int
     weight: torch.Tensor | None = field(default=None, kw_only=True)
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
-
-
-def advantages(
-    batch: StepBatch, *, scale_by_std: bool = False, baseline: Baseline = "mean", beta1: float = 1.0
-) -> None:
-    """Fill `advantage` in the groups that are trained on: net reward minus the baseline of the group.
-
-    Rows with a stored advantage keep that one and do not count in the mean. Other groups have NaN.
-
-    Args:
-        batch: graded rows.
-        scale_by_std: divide by the standard deviation of the group's rewards.
-        baseline: mean, over all rows (Dr.GRPO); leave_one_out, over the other rows (RLOO, arXiv 2402.14740), which is
-            n / (n - 1) times as much; log_mean_exp, beta1 log mean exp(reward / beta1) over all rows (OAPL, A*-PO).
-        beta1: see there.
-    """
-    rows, advantage = batch.rows_of(batch.trained), np.full(len(batch), np.nan)
-    if batch.has("stored_advantage"):
-        advantage[rows] = batch.stored_advantage[rows]
-    counted = rows[np.isnan(advantage[rows])]
-    if baseline == "log_mean_exp":
-        value = batch.optimal_value(beta1, counted)[batch.group[counted]]
-        advantage[counted] = batch.net_reward[counted] - value
-        batch.fill(advantage=advantage)
-        return
-    group = torch.from_numpy(batch.group[counted])
-    reward = torch.from_numpy(batch.net_reward[counted].astype(np.float32))
-    of_counted = group_advantage(reward, group, scale_by_std=scale_by_std)
-    if baseline == "leave_one_out":
-        rows_of = torch.bincount(group)[group]
-        of_counted *= rows_of / (rows_of - 1).clamp(min=1)
-    advantage[counted] = of_counted.numpy()
-    batch.fill(advantage=advantage)
 
 
 def build_minibatches(

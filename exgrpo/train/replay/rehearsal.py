@@ -8,6 +8,7 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.replayed import Weigher
 
 STEPS, QUESTIONS, BATCH = 6, 12, 4
@@ -43,9 +44,7 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         batch = made_up.answers(planned, step).beside(stored)
         replay.take_in(batch, step)
         batch = replay.settle(batch, np.arange(batch.groups), BATCH, step)
-        counts = np.isnan(batch.stored_advantage)
-        advantage = batch.net_reward - batch.mean(batch.net_reward, counts)[batch.group]
-        batch.fill(advantage=np.where(counts, advantage, batch.stored_advantage))
+        fill_advantages(batch, setting)
         weigher(batch)
 
 

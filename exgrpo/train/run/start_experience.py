@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -14,11 +14,12 @@ import numpy as np
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
-from exgrpo.train.common.step_batch import Floats, StepBatch
+from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
+from exgrpo.train.replay.advantages import group_advantages
 from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, read_traces
@@ -211,7 +212,7 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
     origins = {
-        "advantage": np.array([_advantage(row, counts[row.question.index], setting) for row in rows]),
+        "advantage": _advantages(rows, counts, setting),
         "successes": np.array([row.successes for row in rows]),
         "answers": np.array([row.answers for row in rows]),
     }
@@ -333,18 +334,17 @@ def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
     }
 
 
-def _advantage(row: _Row, count: float, setting: Setting) -> float:
-    """In the group that it was written in; where it is not known, that in a group of this success count."""
-    if row.advantage is not None:
-        return row.advantage
-    samples = setting.samples
-    rate = count / samples
-    value = rate * setting.success
-    if setting.baseline == "log_mean_exp":
-        value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
-    advantage = row.one.reward - value
-    if setting.scale_by_std:
-        advantage /= (abs(setting.success) or 1) * math.sqrt(rate * (1 - rate) * samples / (samples - 1))
-    if setting.baseline == "leave_one_out":
-        advantage *= samples / (samples - 1)
-    return advantage
+def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: Setting) -> Doubles:
+    """[N] those of the traces; where one is not known, in a group of K answers with its question's success count.
+
+    A success there has the reward that makes one, and a failure 0.
+    """
+    place = {question: number for number, question in enumerate(counts)}
+    group = [place[row.question.index] for row in rows]
+    right, groups = np.array(list(counts.values())), np.arange(len(counts))
+    successes = np.full(len(counts), setting.success)
+    reward = np.concatenate([[row.one.reward for row in rows], successes, np.where(successes == 0, -1.0, 0.0)])
+    weight = np.concatenate([np.zeros(len(rows)), right, setting.samples - right])
+    unknown = group_advantages(reward, np.concatenate([group, groups, groups]), weight, setting).tolist()
+    known = [row.advantage for row in rows]
+    return np.array([other if one is None else one for one, other in zip(known, unknown, strict=False)])

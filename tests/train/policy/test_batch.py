@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ObjectiveConfig
-from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.batch import IGNORED, MiniBatch, build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.contract import PRESENT
 from tests.train.batches import Row, make_batch
 
@@ -26,7 +27,7 @@ def with_advantages(*groups: list[Row], **columns) -> StepBatch:
     rows = sum(map(len, groups))
     batch = make_batch(list(enumerate(groups)), **{"learnt": np.ones(rows, bool), **columns})
     batch.fill(ratio_log_prob=batch.old_log_prob)
-    advantages(batch)
+    fill_advantages(batch, ObjectiveConfig())
     return batch
 
 
@@ -49,7 +50,7 @@ def test_rows_with_a_stored_advantage_keep_it_and_do_not_count_in_the_mean():
     batch = with_advantages([row(2, 1.0), row(2, 0.0), *replayed], [row(2, 1.0), row(3, 0.0)])
     np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 0.25, 1 / 3, 0.5, -0.5], atol=1e-7)
     batch.fill(trained=np.array([1]))
-    advantages(batch)
+    fill_advantages(batch, ObjectiveConfig())
     np.testing.assert_array_equal(batch.advantage, [np.nan] * 4 + [0.5, -0.5])
 
 
