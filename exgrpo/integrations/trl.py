@@ -31,7 +31,6 @@ with needs(__name__, "exgrpo[trl]"):
         load_replay,
         placed,
         plan_generation,
-        refill,
         save_replay,
         start_replay,
         uncounted,
@@ -113,11 +112,11 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         taken_in = self.replay.take_in(batch, self.generation)
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
         among = np.flatnonzero(~left_out)
-        if self.args.refills:
-            teaching = among[batch.teaches[among]]
-            among = (teaching if len(teaching) else among)[:questions]
+        refills = self.args.refills > 0
+        if refills and not batch.teaches[among].any():  # micro-batches stay as small as they were planned
+            among = among[:questions]
         refilled = batch.groups - len(plan.groups)
-        batch = self.replay.settle(batch, among, questions, self.generation)
+        batch = self.replay.settle(batch, questions, self.generation, among=among, refilled=refills)
         output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
@@ -129,7 +128,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _refilled(self, batch: StepBatch, questions: int, multiple: int) -> StepBatch:
         """The batch, and behind it groups of further questions while too few have a gradient."""
         for _ in range(self.args.refills):
-            more = refill(self.replay, batch, questions, self.generation, multiple)
+            more = self.replay.refill(batch, questions, self.generation, multiple)
             if not more:
                 break
             with uncounted(self):

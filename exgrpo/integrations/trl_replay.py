@@ -135,23 +135,6 @@ class Prompts:
                 )
 
 
-def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
-    """Groups of fresh answers to further questions, as many as lack a gradient; empty: none do, or none are left.
-
-    Args:
-        replay: decides.
-        batch: the graded groups so far.
-        questions: B, groups that are to have a gradient.
-        step: number of the generation.
-        multiple: see `plan_generation`; the number is rounded up to one, and down where too few questions are left.
-    """
-    missing = questions - int(batch.teaches.sum())
-    if missing <= 0:
-        return []
-    more = replay.more(missing + -missing % multiple, step, batch.question.tolist())
-    return more[: len(more) // multiple * multiple]
-
-
 def _retired(replay: Replay, wanted: int) -> list[int]:
     """Questions that have left for good."""
     if not wanted:

@@ -38,7 +38,7 @@ with needs(__name__, *PACKAGES):
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
-    from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, refill, save_replay
+    from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, save_replay
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
@@ -170,7 +170,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         # The buffer forgets the questions that it has given, and is to give them again.
         told = {"is_prompt": True, "status": "finished", "global_steps": step}
         tq.kv_batch_put(keys=uids, partition_id="train", tags=[told] * len(uids))
-        more = refill(self.replay, self._fresh(batch)[0], self.options.questions, step)
+        more = self.replay.refill(self._fresh(batch)[0], self.options.questions, step)
         if (asked := self._asked(more)) is not None:
             self._submit_batch_to_rollout(asked)
         return bool(more)
@@ -198,10 +198,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         taken_in = self.replay.take_in(self._batch, self.global_steps)
         if taken_in.note:
             warnings.warn(taken_in.note, stacklevel=2)
-        questions, every = self.options.questions, np.arange(self._batch.groups)
-        teaching = np.flatnonzero(self._batch.teaches)[:questions] if self.options.rollout.refills else every
-        among = teaching if len(teaching) else every
-        self._batch = self.replay.settle(self._batch, among, questions, self.global_steps)
+        questions, refilled = self.options.questions, self.options.rollout.refills > 0
+        self._batch = self.replay.settle(self._batch, questions, self.global_steps, refilled=refilled)
         self._keep_prompts(set(self._batch.question.tolist()))
         numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})

@@ -8,10 +8,12 @@ from hashlib import sha256
 from itertools import accumulate, chain, islice, zip_longest
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.options import DataConfig
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.files import read_rows
@@ -42,6 +44,11 @@ class Question:
     """Columns of its row that a reward or an environment takes, by name."""
     stop: tuple[str, ...] | None = None
     """Stop strings of its source; None: those of the run."""
+
+    @property
+    def prompt_ids(self) -> TokenIds:
+        """[P] int32, the prompt as an array."""
+        return np.array(self.prompt, np.int32)
 
     def stops(self, of_run: tuple[str, ...]) -> tuple[str, ...]:
         """Return its stop strings; `of_run` are those of the run."""

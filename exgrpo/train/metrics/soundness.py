@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import UpdateStats
 
 FIRST_SAID = 4
@@ -18,13 +19,14 @@ class IdleSteps:
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def observe(self, idle: bool, batch: StepBatch) -> str | None:
-        """Take in a step; after 4, 8, 16, ... idle ones in a row, the sentence that tells a person of them.
+    def observe(self, batch: StepBatch, minibatches: Sequence[MiniBatch]) -> str | None:
+        """Return a warning after 4, 8, 16, ... consecutive steps in which no mini-batch had an advantage.
 
         Args:
-            idle: whether no mini-batch had an advantage.
             batch: the answers of the step, of which those of `trained` groups count.
+            minibatches: of the step.
         """
+        idle = len(minibatches) > 0 and not any(one.teaches for one in minibatches)
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_SAID or self.in_a_row & (self.in_a_row - 1):
             return None

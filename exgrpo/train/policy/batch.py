@@ -1,5 +1,6 @@
 """From a graded batch to mini-batches of rows with advantages, and the tensors of micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,6 +123,11 @@ class MicroBatch(TokenBatch):
     active: int
     weight: torch.Tensor | None = field(default=None, kw_only=True)
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
+
+
+def rows_of(minibatches: Sequence[MiniBatch]) -> Ints:
+    """Return the rows of some mini-batches, one after the other."""
+    return np.concatenate([np.empty(0, np.int64), *(one.rows for one in minibatches)])
 
 
 def build_minibatches(

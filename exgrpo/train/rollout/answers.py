@@ -91,7 +91,7 @@ class Answerer:
         asked = [question for _, (question, _) in share]
         requests = [
             Request(
-                prompt=np.array(question.prompt, dtype=np.int32),
+                prompt=question.prompt_ids,
                 count=count,
                 sampling=self._sampling(question, sampling),
                 seed=derive_seed(seed, "question", question.index),
@@ -168,7 +168,7 @@ class Answerer:
             [question.index for question in produced.questions], produced.counts, [row[0] for row in rows]
         )
         batch.fill(
-            prompt=[np.array(question.prompt, np.int32) for question in produced.questions],
+            prompt=[question.prompt_ids for question in produced.questions],
             **{name: [row[i] for row in rows] for i, name in enumerate(("text", "reward", "key", "parts"), 1)},
             counts=counts,
         )

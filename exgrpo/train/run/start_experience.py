@@ -314,7 +314,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        prompts = [np.array(row.question.prompt, np.int32) for row in chunk]
+        prompts = [row.question.prompt_ids for row in chunk]
         batch = StepBatch.of_answers(prompts, [row.one.rollout for row in chunk])
         batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)

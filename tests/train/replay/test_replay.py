@@ -87,7 +87,7 @@ def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
     replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
     batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
     replay.take_in(batch, 2)
-    settled = replay.settle(batch, np.array([1, 4, 3, 2]), 5, 2)
+    settled = replay.settle(batch, 5, 2, among=np.array([1, 4, 3, 2]))
     assert settled.question.tolist() == [0, 1, 2, 3, 4, 8]
     assert settled.trained.tolist() == [4, 2, 3, 5]
     assert settled.token[: len(batch.token)].tolist() == batch.token.tolist()
