@@ -70,7 +70,7 @@ class FreshScorer:
         if not np.abs(trainer - engine).mean() <= EXACT:
             return Scored()
         self._put(batch, fresh, log_prob, entropy)
-        return Scored(fresh, tuple(together(part)), (trainer, engine))
+        return Scored(fresh, tuple(together(part)), sample=(trainer, engine))
 
     def by_passes(
         self, batch: StepBatch, scored: Scored, stored: Mask | None, taught: Sequence[MiniBatch] = ()

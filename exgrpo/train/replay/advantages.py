@@ -1,5 +1,7 @@
 """Advantages of answers in their groups: one function for the loss, the memory and experience from elsewhere."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,7 +29,7 @@ def group_advantages(
     """
     counted = np.flatnonzero(weight)
 
-    def sums(values: Doubles | float) -> Doubles:
+    def sums(values: Doubles | float) -> Any:
         return np.bincount(group[counted], (weight * values)[counted], group.max(initial=0) + 1)
 
     size = sums(1.0)

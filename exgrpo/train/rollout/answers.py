@@ -14,7 +14,6 @@ from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import TURNS
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine, Sampling
 from exgrpo.train.rollout.stops import Stops, text_of, turns_of
@@ -56,7 +55,6 @@ class Answerer:
         grader: this rank's grader.
         decode: turns token ids into text; the inverse of the tokenizer, special tokens kept.
         world: the ranks.
-        reward: name of the reward of all questions; None: each has that of its source.
         conversations: answers of several turns; None: the policy writes alone.
     """
 
@@ -66,14 +64,12 @@ class Answerer:
         grader: Grader,
         decode: Callable[[TokenIds], str],
         world: World,
-        reward: str | None = None,
         conversations: Conversations | None = None,
     ) -> None:
         self.engine = engine
         self.grader = grader
         self.decode = decode
         self.world = world
-        self.reward = reward
         self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
@@ -113,9 +109,8 @@ class Answerer:
                 if self.world.rank % ranks == 0:
                     question = asked[answer.request]
                     text = text_of(answer.rollout, self.decode, requests[answer.request].sampling.stop.strings)
-                    reward = reward_of(question.reward, self.reward)
                     turns = {TURNS: turns_of(answer.rollout, self.decode)} if self.conversations else {}
-                    grading.add(text, question.gold, question.text, reward, {**question.columns, **turns})
+                    grading.add(text, question.gold, question.text, question.reward, {**question.columns, **turns})
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error

@@ -20,7 +20,6 @@ from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
 from exgrpo.train.replay.advantages import group_advantages
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, read_traces
 
@@ -72,7 +71,7 @@ class Beginning:
             share = answerer.world.split(answers)
             grading = answerer.grader.begin()
             for _, (of, text, _) in share:
-                grading.add(text, of.gold, of.text, reward_of(of.reward, answerer.reward), of.columns)
+                grading.add(text, of.gold, of.text, of.reward, of.columns)
             grades = agree(answerer.world, grading.finish)
             graded = zip(share, grades.reward, grades.key, strict=True)
             return answerer.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
