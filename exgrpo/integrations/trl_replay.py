@@ -1,5 +1,4 @@
-"""What a run in TRL needs besides :mod:`exgrpo.train.replay`: plans of generations, experience from files at the start,
-and the state in a checkpoint.
+"""Plans of generations, experience from files and checkpoints of :mod:`exgrpo.train.replay` for a run in TRL.
 
 It imports no TRL.
 """

@@ -164,7 +164,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._step_once(metrics, timing_raw, sum(group.fresh > 0 for group in self._groups))
 
     def _refilled(self) -> bool:
-        """Whether further questions are asked, since the fresh answers of too few groups have a gradient."""
+        """Ask further questions if too few groups have a gradient; return True if any are asked."""
         step, uids = self.global_steps, [uid for uid, one in zip(self._uids, self._groups, strict=True) if one.fresh]
         batch, _ = self.replay_buffer.sample(global_steps=step, partition_id="train", batch_size=len(uids))
         # The buffer forgets the questions that it has given, and is to give them again.
@@ -176,7 +176,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return bool(more)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """As many optimiser steps as for a whole batch, whatever the number of rows that are trained on."""
+        """Keep the number of optimiser steps of a whole batch when rows are dropped."""
         names = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
         part = self.config.actor_rollout_ref
         fixed = () if part.actor.use_dynamic_bsz else (*names, "ref.log_prob_micro_batch_size_per_gpu")
@@ -330,7 +330,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return MeanScores.of(candidates, self.scores(candidates, 1.0))
 
     def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
-        """Of the tokens of stored answers under the current policy, by the workers; None: at that of the rollout."""
+        """Score stored answers under the current policy; temperature None: that of the rollout."""
         trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
         rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
         padded = self._balance_batch(rows, {})
