@@ -24,14 +24,13 @@ with needs(__name__, "exgrpo[trl]"):
     from trl import GRPOTrainer
     from trl.trainer.utils import pad
 
-    from exgrpo.integrations.trl_batch import deal, group_advantages, places, rebuild, with_stored
+    from exgrpo.integrations.trl_batch import deal, mixed_advantages, places, rebuild, with_stored
     from exgrpo.integrations.trl_config import IMAGES, ExGRPOConfig, check_arguments, in_place_of_turns
     from exgrpo.integrations.trl_replay import (
         Prompts,
         load_replay,
         placed,
         plan_generation,
-        refill,
         save_replay,
         start_replay,
         uncounted,
@@ -115,11 +114,11 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         taken_in = self.replay.take_in(batch, self.generation)
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
         among = np.flatnonzero(~left_out)
-        if self.args.refills:
-            teaching = among[batch.teaches[among]]
-            among = (teaching if len(teaching) else among)[:questions]
+        refills = self.args.refills > 0
+        if refills and not batch.teaches[among].any():  # micro-batches stay as small as they were planned
+            among = among[:questions]
         refilled = batch.groups - len(plan.groups)
-        batch = self.replay.settle(batch, among, questions, self.generation)
+        batch = self.replay.settle(batch, questions, self.generation, among=among, refilled=refills)
         output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
         if taken_in.note and self.accelerator.is_main_process:
@@ -131,7 +130,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _refilled(self, batch: StepBatch, questions: int, multiple: int) -> StepBatch:
         """Append groups of further questions to the batch while too few groups have a gradient."""
         for _ in range(self.args.refills):
-            more = refill(self.replay, batch, questions, self.generation, multiple)
+            more = self.replay.refill(batch, questions, self.generation, multiple)
             if not more:
                 break
             with uncounted(self):
@@ -198,7 +197,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
         place = places(batch, planned, samples)
         given = self.accelerator.gather(output["advantages"]).cpu().numpy()
-        group_advantages(batch, place, given, samples, scale_by_std=self.replay.setting.scale_by_std)
+        mixed_advantages(batch, place, given, self.replay.setting)
         batch.fill(ratio_log_prob=batch.old_log_prob.copy())
         self.weigher(batch)
         rows = batch.rows_of(batch.trained)

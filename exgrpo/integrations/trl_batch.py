@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
-from exgrpo.train.policy.batch import advantages
+from exgrpo.train.config.replay import Setting
+from exgrpo.train.replay.advantages import fill_advantages
 
 Batch = dict[str, Tensor]
 TOKEN_TENSORS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
@@ -39,15 +40,19 @@ def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0)
     return np.where((batch.group < planned) & (position < samples), samples * batch.group + position, -1)
 
 
-def group_advantages(batch: StepBatch, place: Ints, given: Floats, samples: int, *, scale_by_std: bool) -> None:
-    """Fill `advantage`, with TRL's values `given` for groups of K rows that TRL has and that all count in the mean.
+def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, setting: Setting) -> None:
+    """Fill `advantage`: TRL's where a group is what TRL takes for one, and its replayed rows count in the mean.
 
-    `place` [A] gives TRL's rows, see `places`; `scale_by_std` divides other groups by the deviation of their rewards.
+    Args:
+        batch: graded rows, and the groups that are trained on.
+        place: of each row; see `places`.
+        given: TRL's advantages, by place.
+        setting: K, and the advantages of other groups.
     """
-    advantages(batch, scale_by_std=scale_by_std)
+    fill_advantages(batch, setting)
     counted = np.bincount(batch.group, (place >= 0) & np.isnan(batch.stored_advantage), batch.groups)
     rows = np.bincount(batch.group, minlength=batch.groups)
-    of_trl = ((rows == samples) & (counted == samples))[batch.group]
+    of_trl = ((rows == setting.samples) & (counted == setting.samples))[batch.group]
     batch.advantage[of_trl] = given[place[of_trl]]
 
 

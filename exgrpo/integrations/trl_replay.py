@@ -1,4 +1,4 @@
-"""Replay in TRL: plans of generations, initial experience from files, and checkpoint state.
+"""Plans of generations, experience from files and checkpoints of :mod:`exgrpo.train.replay` for a run in TRL.
 
 It imports no TRL.
 """
@@ -111,18 +111,6 @@ class Prompts:
                     "after the prompt of their question; let rollout_func, or reset of the environment, make it from "
                     "the row alone, as the chat template does"
                 )
-
-
-def refill(replay: Replay, batch: StepBatch, questions: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
-    """Plan fresh answers to further questions, a group for each that lacks a gradient; empty: none lack it or are left.
-
-    Their number is rounded up to a multiple of `multiple`, and down if too few questions are left.
-    """
-    missing = questions - int(batch.teaches.sum())
-    if missing <= 0:
-        return []
-    more = replay.more(missing + -missing % multiple, step, batch.question.tolist())
-    return more[: len(more) // multiple * multiple]
 
 
 def _retired(replay: Replay, wanted: int) -> list[int]:

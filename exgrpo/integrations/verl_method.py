@@ -268,7 +268,7 @@ def begin(trainer: Any) -> Started | None:
         return trainer.scores(batch).log_prob
 
     questions = _questions(trainer.train_dataset, tokenizer, data.get("apply_chat_template_kwargs") or {})
-    trainer.prompts = {one.index: np.array(one.prompt, np.int32) for one in questions}
+    trainer.prompts = {one.index: one.prompt_ids for one in questions}
     run = Beginning(
         questions=questions,
         replay=trainer.replay,

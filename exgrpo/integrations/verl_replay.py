@@ -38,14 +38,14 @@ with needs(__name__, *PACKAGES):
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.utils.padding import response_from_nested
 
-    from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, refill, save_replay
+    from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, save_replay
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
-    from exgrpo.train.policy.batch import advantages
     from exgrpo.train.policy.loss import LossSettings
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting, replay_metrics
+    from exgrpo.train.replay.advantages import fill_advantages
     from exgrpo.train.replay.replayed import Weigher
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
@@ -164,19 +164,19 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._step_once(metrics, timing_raw, sum(group.fresh > 0 for group in self._groups))
 
     def _refilled(self) -> bool:
-        """Ask further questions if too few groups have a gradient; return True if there are any."""
+        """Ask further questions if too few groups have a gradient; return True if any are asked."""
         step, uids = self.global_steps, [uid for uid, one in zip(self._uids, self._groups, strict=True) if one.fresh]
         batch, _ = self.replay_buffer.sample(global_steps=step, partition_id="train", batch_size=len(uids))
-        # `sample` has removed these questions from the buffer; the step must sample them again.
-        tag = {"is_prompt": True, "status": "finished", "global_steps": step}
-        tq.kv_batch_put(keys=uids, partition_id="train", tags=[tag] * len(uids))
-        more = refill(self.replay, self._fresh(batch)[0], self.options.questions, step)
+        # The buffer forgets the questions that it has given, and is to give them again.
+        told = {"is_prompt": True, "status": "finished", "global_steps": step}
+        tq.kv_batch_put(keys=uids, partition_id="train", tags=[told] * len(uids))
+        more = self.replay.refill(self._fresh(batch)[0], self.options.questions, step)
         if (asked := self._asked(more)) is not None:
             self._submit_batch_to_rollout(asked)
         return bool(more)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Keep the number of optimizer steps constant when the number of trained rows varies."""
+        """Keep the number of optimiser steps of a whole batch when rows are dropped."""
         names = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
         part = self.config.actor_rollout_ref
         fixed = () if part.actor.use_dynamic_bsz else (*names, "ref.log_prob_micro_batch_size_per_gpu")
@@ -198,10 +198,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         taken_in = self.replay.take_in(self._batch, self.global_steps)
         if taken_in.note:
             warnings.warn(taken_in.note, stacklevel=2)
-        questions, every = self.options.questions, np.arange(self._batch.groups)
-        teaching = np.flatnonzero(self._batch.teaches)[:questions] if self.options.rollout.refills else every
-        among = teaching if len(teaching) else every
-        self._batch = self.replay.settle(self._batch, among, questions, self.global_steps)
+        questions, refilled = self.options.questions, self.options.rollout.refills > 0
+        self._batch = self.replay.settle(self._batch, questions, self.global_steps, refilled=refilled)
         self._keep_prompts(set(self._batch.question.tolist()))
         numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})
@@ -293,10 +291,10 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Replace verl's advantages and old log-probs by those of `exgrpo.train`."""
         result = super()._compute_advantage(batch, metrics)
-        whole, setting, objective = self._batch, self.replay.setting, self.options.objective
+        whole, objective = self._batch, self.options.objective
         if not self._trained:
             return result
-        advantages(whole, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        fill_advantages(whole, objective)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
@@ -331,8 +329,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         return MeanScores.of(candidates, self.scores(candidates, 1.0))  # selection is defined at temperature 1
 
     def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
-        """Score stored answers under the current policy, by the workers; temperature None: the rollout's."""
-        trained, self._trained = self._trained, 0  # scoring needs no whole mini-batches
+        """Score stored answers under the current policy; temperature None: that of the rollout."""
+        trained, self._trained = self._trained, 0  # only an update needs whole mini-batches
         rows = self._put(batch, np.arange(len(batch)), [str(uuid4())] * len(batch), SCORED)
         padded = self._balance_batch(rows, {})
         temperature = temperature or self.options.rollout.temperature

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exgrpo.train.common.records import Mask, Score
+from exgrpo.train.common.records import Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
 from exgrpo.train.config.objective import SURROGATES, overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.metrics.soundness import IdleSteps, overflowed
-from exgrpo.train.metrics.step import answer_metrics, mismatch, time_metrics, update_metrics
+from exgrpo.train.metrics.step import step_metrics
 from exgrpo.train.metrics.utilisation import PhaseClock
-from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.batch import MiniBatch, build_minibatches, rows_of
 from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
@@ -33,6 +33,7 @@ from exgrpo.train.replay import (
     planned_from,
     replay_metrics,
 )
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.replayed import Weigher
 from exgrpo.train.rollout.answers import Produced, RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
@@ -41,14 +42,14 @@ from exgrpo.train.rollout.stops import Stops
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a training step leaves to be looked at.
+    """Result of one training step.
 
     Attributes:
         metrics: plain numbers by name, as written to metrics.jsonl.
         batch: all answers of the step; groups of stored answers alone come last.
-        work: what the model read and wrote, by phase.
-        notes: sentences that a person should read.
-        applied: of each optimiser step, whether it was taken: its gradient was finite.
+        work: prompts and responses that the model read and wrote, by phase.
+        notes: sentences for the user.
+        applied: for each optimiser step, True if it was taken: its gradient was finite.
     """
 
     metrics: dict[str, float]
@@ -60,7 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """The groups of a step, and its answers where they are generated while the step before updates."""
+    """Groups of a step, and its answers if they are generated while the step before updates."""
 
     groups: list[PlannedGroup]
     produced: Future[Produced] | None = None
@@ -74,10 +75,10 @@ class Trainer:
 
     Args:
         config: the run.
-        questions: what to train on.
+        questions: questions to train on.
         policy: the model and its optimiser.
         rollout_worker: generates and grades.
-        reference: what a divergence refers to, if the objective has one.
+        reference: frozen model of the divergence, if the objective has one.
     """
 
     def __init__(
@@ -111,8 +112,15 @@ class Trainer:
         )
         mixture = Mixture(questions.sizes, weights) if weights else None
         self.replay = Replay(
-            setting, len(self.questions), config.seed, success_option="reward.success", mixture=mixture
+            setting,
+            len(self.questions),
+            config.seed,
+            success_option="reward.success",
+            mixture=mixture,
+            prompt=lambda question: self.questions[question].prompt_ids,
         )
+        self.stores_early = self.replay.settles or config.rollout.ahead
+        """Rows are selected from what is stored, or the next step is planned before the update."""
         self.surrogate = SURROGATES.find(config.objective.surrogate)
         self.anchored = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
@@ -126,85 +134,60 @@ class Trainer:
         self._background = ThreadPoolExecutor(1, "rollouts")
 
     def step(self, step: int) -> StepResult | None:
-        """One training step; None where every question is retired and nothing is left to learn from."""
-        clock = PhaseClock()
-        self._read = []
+        """Run one training step; return None if every question is retired and no answer is left to learn from."""
+        clock, self._read = PhaseClock(), []
         with clock("select"):
             planned = self._next or PlannedStep(self.replay.plan(self.config.questions, step))
-            stored = self.replay.select(planned.groups, self._mean_scores)
+            replayed = self.replay.select(planned.groups, self._mean_scores)
         if not planned.groups:
             return None
         with clock("rollout"):
-            batch = self._generate(planned, stored, step)
+            batch = self._generate(planned, replayed, step)
         admitted = None if self.replay.needs_scores else self.replay.admitted(batch)
         with clock("score"):
             scored = self.scorer.by_engine(batch)
-            if self.replay.settles:
-                scored = self._score_needed(batch, admitted, scored)
-        if self.replay.settles:
+            if self.stores_early:
+                scored = self.scorer.by_passes(batch, scored, admitted)
+        if self.stores_early:
             taken_in = self.replay.take_in(batch, step, admitted)
         with clock("select"):
-            batch = self._settle(batch, step)
+            refilled = self.config.rollout.refills > 0
+            batch = self.replay.settle(batch, self.config.questions, step, refilled=refilled)
             self._weigh(batch)
         with clock("score"):
-            both = self.anchored and self.weigher.term == "clipped"
-            compared = self.reference.fill(batch, replayed=both) if self.reference else NONE
+            compared = self._compare(batch)
         minibatches = self._minibatches(batch)
         taught = [one for one in minibatches if one.teaches]
-        trained = np.concatenate([NONE, *(one.rows for one in taught)])
-        scored_by_update = self.scorer.scored_by_update(taught, scored)
         with clock("score"):
-            scored = self._score_needed(batch, admitted, scored, trained, scored_by_update)
-        correction = correct(batch, trained, self.config.rollout)
-        if not (self.replay.settles or len(scored_by_update)):
-            taken_in = self.replay.take_in(batch, step, admitted)
-        self._next = self._begin_next(step + 1)
+            scored = self.scorer.by_passes(batch, scored, admitted, taught)
+        correction = correct(batch, rows_of(taught), self.config.rollout)
+        staleness, self._next = float(planned.produced is not None), self._begin_next(step + 1)
         with clock("update"):
-            updates = self._update(batch, taught, keep_scores=len(scored_by_update) > 0)
-        if len(scored_by_update):
-            scored = self.scorer.take_update_scores(batch, scored_by_update, scored)
+            updates = self._update(batch, taught, keep_scores=len(scored.by_update) > 0)
+        scored = self.scorer.by_update(batch, scored)
+        if not self.stores_early:
             taken_in = self.replay.take_in(batch, step, admitted)
-        with clock("rollout"):
-            if self._next and self._next.produced:
-                self._next.produced.exception()  # the engine takes no weights while it generates
-        with clock("push"):
-            self.rollout_worker.engine.push_weights(self.policy.weights())
+        self._push_weights(clock)
         self.generated_tokens += int(batch.written[batch.fresh].sum())
-        generated, score = together(batch, np.flatnonzero(batch.fresh)), [*scored.read, *together(batch, compared)]
-        update = [reading for one in taught for reading in together(batch, one.rows)]
-        work = {"select": self._read, "generate": generated, "score": score, "update": update}
-        metrics = {
-            "step": step,
-            **answer_metrics(batch, [self.questions[question].source for question in batch.question]),
-            "pass_rate": taken_in.pass_rate,
-            **replay_metrics(self.replay, batch, step),
-            **update_metrics(batch, minibatches, updates),
-            "learning_rate": self.policy.learning_rate,
-            "skipped_updates": self.skipped_updates,
-            "generated_tokens": self.generated_tokens,
-            **time_metrics(clock.seconds, work, batch),
-            "staleness": float(planned.produced is not None),
-            **mismatch(batch, scored),
-            **correction,
-        }
-        idle = self.idle.observe(len(batch.trained) > 0 and not updates, batch)
-        notes = (taken_in.note, idle, overflowed(updates))
+        experience = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, batch, step)}
+        work = self._work(batch, scored, compared, taught)
+        numbers = step_metrics(batch, self.questions, minibatches, updates, scored, clock.seconds, work)
+        metrics = {"step": step, **numbers, **experience, **correction, "staleness": staleness, **self._counters()}
+        notes = (taken_in.note, self.idle.observe(batch, minibatches), overflowed(updates))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
 
-    def _generate(self, planned: PlannedStep, stored: StepBatch, step: int) -> StepBatch:
-        """The graded answers of the planned groups; with refills, further questions while too few have a gradient."""
+    def _generate(self, planned: PlannedStep, replayed: StepBatch, step: int) -> StepBatch:
+        """Return the graded answers of the planned groups, and those of refills while too few have a gradient."""
         produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step)
-        batch = self._graded(produced, step).beside(stored)
+        batch = self._graded(produced, step).beside(replayed)
         for _ in range(self.config.rollout.refills):
-            missing = self.config.questions - int(batch.teaches.sum())
-            more = self.replay.more(missing, step, batch.question.tolist()) if missing > 0 else []
+            more = self.replay.refill(batch, self.config.questions, step)
             if not more:
                 break
             batch = batch.behind(self._graded(self._produce(more, step), step))
         return batch
 
     def _graded(self, produced: Produced, step: int) -> StepBatch:
-        """The answers of all ranks, with what the step says of them."""
         batch, rollout = self.rollout_worker.join(produced), self.config.rollout
         penalty = [overlong_penalty(n, rollout.max_tokens, self.config.objective) for n in batch.length.tolist()]
         of_rows = {"step": step, "behaviour": BEHAVIOURS.index(rollout.behaviour)}
@@ -213,56 +196,31 @@ class Trainer:
             batch.fill(old_log_prob=batch.engine_log_prob)
         return batch
 
-    def _settle(self, batch: StepBatch, step: int) -> StepBatch:
-        """The batch with what is trained on, and behind it the stored answers that came only now."""
-        among = np.arange(batch.groups)
-        if self.config.rollout.refills:
-            teaching = np.flatnonzero(batch.teaches)[: self.config.questions]
-            among = teaching if len(teaching) else among
-        return self._prompted(self.replay.settle(batch, among, self.config.questions, step))
-
     def _weigh(self, batch: StepBatch) -> None:
-        """Advantages, what the ratios of replayed rows refer to, and which rows are learnt from.
+        """Fill advantages, the terms of replayed rows and `learnt`.
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
-        setting, objective = self.replay.setting, self.config.objective
-        advantages(batch, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        objective = self.config.objective
+        fill_advantages(batch, objective)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
 
-    def _score_needed(
-        self,
-        batch: StepBatch,
-        admitted: Mask | None,
-        scored: Scored,
-        trained: Ints = NONE,
-        scored_by_update: Ints = NONE,
-    ) -> Scored:
-        """Score the fresh rows that the memory or the update needs, except those that the update scores.
-
-        The memory needs those that it stores, or all (None) where a function of the method reads them.
-        """
-        stored = batch.fresh if admitted is None else admitted & self.scorer.by_trainer  # the engine knows its own
-        needed = np.union1d(np.flatnonzero(stored), trained[batch.fresh[trained]])
-        return self.scorer.by_a_pass(batch, np.setdiff1d(needed, scored_by_update), scored)
+    def _compare(self, batch: StepBatch) -> Ints:
+        """Fill the log-probs of the reference, if there is one; return the rows that are compared with it."""
+        replayed = self.anchored and self.weigher.term == "clipped"
+        return self.reference.fill(batch, replayed=replayed) if self.reference else NONE
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        """Stored answers are compared at temperature 1 and over the whole vocabulary, however they were sampled."""
-        return MeanScores.of(candidates, self._score(self._prompted(candidates.without("kept")), 1.0))
+        # At temperature 1 and over the whole vocabulary, however the answers were sampled.
+        return MeanScores.of(candidates, self._score(candidates.without("kept"), 1.0))
 
     def _score(self, batch: StepBatch, temperature: float) -> Score:
         self._read += together(batch)
         return self.policy.score(batch, temperature)
 
-    def _prompted(self, batch: StepBatch) -> StepBatch:
-        if not batch.has("prompt"):  # as stored answers, and a batch with late groups
-            batch.fill(prompt=[np.array(self.questions[question].prompt, np.int32) for question in batch.question])
-        return batch
-
     def _produce(self, groups: Sequence[PlannedGroup], step: int) -> Produced:
-        """The fresh answers of some groups."""
         return self.rollout_worker.produce(
             [self.questions[group.question] for group in groups],
             [group.fresh for group in groups],
@@ -271,9 +229,9 @@ class Trainer:
         )
 
     def _begin_next(self, step: int) -> PlannedStep | None:
-        """Begin to generate for a step with the policy as it is before the present step's update.
+        """Start to generate for a step with the policy before the present step's update, if rollouts run ahead.
 
-        Everything that its plan depends on is settled by then; only which answer is replayed is not.
+        The plan depends only on what is stored by now; which answer is replayed is decided later.
         """
         if not self.config.rollout.ahead or step > self.config.steps:
             return None
@@ -281,7 +239,6 @@ class Trainer:
         return PlannedStep(groups, self._background.submit(self._produce, groups, step))
 
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
-        """Those of all passes."""
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
         count, all_rows = optimizer.minibatches, getattr(self.surrogate, "all_rows", False)
         return [
@@ -291,10 +248,10 @@ class Trainer:
         ]
 
     def _update(self, batch: StepBatch, taught: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
-        """One optimiser step per mini-batch that has an advantage; the batch gets the scores of the first one if asked.
+        """Make one optimiser step for each mini-batch; with `keep_scores`, the first one scores its rows in the batch.
 
-        Without an advantage, a mini-batch has only its entropy bonus. AdamW would make a full step of that, however
-        small its gradient is.
+        Mini-batches without an advantage are left out: they have only an entropy bonus, of which AdamW would make a
+        full step, however small its gradient is.
         """
         term = self.weigher.term
         replays = bool(batch.replayed[batch.rows_of(batch.trained)].any())
@@ -315,8 +272,30 @@ class Trainer:
         self.skipped_updates += sum(not update.applied for update in updates)
         return updates
 
+    def _push_weights(self, clock: PhaseClock) -> None:
+        with clock("rollout"):
+            if self._next and self._next.produced:
+                self._next.produced.exception()  # the engine takes no weights while it generates
+        with clock("push"):
+            self.rollout_worker.engine.push_weights(self.policy.weights())
+
+    def _work(self, batch: StepBatch, scored: Scored, compared: Ints, taught: Sequence[MiniBatch]) -> Work:
+        return {
+            "select": self._read,
+            "generate": together(batch, np.flatnonzero(batch.fresh)),
+            "score": [*scored.read, *together(batch, compared)],
+            "update": [reading for one in taught for reading in together(batch, one.rows)],
+        }
+
+    def _counters(self) -> dict[str, float]:
+        return {
+            "learning_rate": self.policy.learning_rate,
+            "skipped_updates": self.skipped_updates,
+            "generated_tokens": self.generated_tokens,
+        }
+
     def state(self) -> ReplayState:
-        """The state between two steps, besides the policy.
+        """Return the state between two steps, besides the policy.
 
         It is the state of the replay, with the trainer's own counters, generator and plan among the values.
         """
@@ -328,7 +307,7 @@ class Trainer:
         return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
 
     def restore(self, state: ReplayState) -> None:
-        """Go on from a state of a trainer with the same configuration and questions."""
+        """Continue from a state of a trainer with the same configuration and questions."""
         self.replay.restore(state)
         values = state.values
         self.skipped_updates, self.generated_tokens = values["skipped_updates"], values["generated_tokens"]

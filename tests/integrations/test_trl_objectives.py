@@ -20,10 +20,11 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
-from exgrpo.train.policy.batch import advantages, build_minibatches
+from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossSettings
 from exgrpo.train.policy.model import PolicyModel
+from exgrpo.train.replay.advantages import fill_advantages
 from tests.integrations.test_trl_loss import batch
 from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
 from tests.train.batches import Row, make_batch
@@ -135,7 +136,7 @@ def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, bet
     gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy.parameters()])
 
     groups = make_batch([(question, [Row(one) for one in of]) for question, of in enumerate(REWARDS.reshape(4, 2))])
-    advantages(groups, baseline="log_mean_exp", beta1=beta1)
+    fill_advantages(groups, ObjectiveConfig(baseline="log_mean_exp", beta1=beta1))
     rows = batch_of({**inputs, "old_per_token_logps": reference}, compared=False)
     rows.fill(advantage=groups.advantage)
     objective = ObjectiveConfig(surrogate="oapl", beta2=beta2, normalize="answer", entropy_coef=0.0)

@@ -202,7 +202,7 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
         among = np.arange(batch.groups)
         if options.rollout.refills and batch.teaches.any():
             among = np.flatnonzero(batch.teaches)[:questions]
-        batch = replay.settle(batch, among, questions, step)
+        batch = replay.settle(batch, questions, step, among=among)
         for name in ("trained", "question", "group", "replayed", "reward", "key", "token"):
             np.testing.assert_array_equal(getattr(batch, name), graded[name], err_msg=f"{name} of step {step}")
 

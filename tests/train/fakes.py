@@ -13,6 +13,7 @@ from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import BINS, UpdateStats
 from exgrpo.train.replay.contract import Term
+from exgrpo.train.reward.names import DEFAULT
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed
 from exgrpo.train.rollout.answers import RolloutWorker
@@ -150,8 +151,8 @@ class RecordingPolicy:
         return ["weights"]
 
 
-def question_set(count: int) -> QuestionSet:
-    questions = tuple(Question(i, (i, 2), f"question {i}", "gold", "fake") for i in range(count))
+def question_set(count: int, reward: str = DEFAULT) -> QuestionSet:
+    questions = tuple(Question(i, (i, 2), f"question {i}", "gold", "fake", reward) for i in range(count))
     return QuestionSet(questions)
 
 

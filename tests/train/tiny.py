@@ -14,10 +14,11 @@ from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, ObjectiveConfig, RolloutConfig
-from exgrpo.train.policy.batch import MiniBatch, advantages, build_minibatches
+from exgrpo.train.policy.batch import MiniBatch, build_minibatches
 from exgrpo.train.policy.reference import Reference
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, Sampling, collect
 from tests.train.asking import requests_for
 from tests.train.batches import Row, make_batch
@@ -114,7 +115,7 @@ def step_batch(**of_rows: bool) -> StepBatch:
 
 def minibatches(objective: ObjectiveConfig, reference: Reference | None = None, **of_rows: bool) -> list[MiniBatch]:
     batch = step_batch(**of_rows)
-    advantages(batch, scale_by_std=objective.scale_by_std, baseline=objective.baseline, beta1=objective.beta1)
+    fill_advantages(batch, objective)
     batch.fill(ratio_log_prob=batch.old_log_prob)
     if reference:
         reference.fill(batch)

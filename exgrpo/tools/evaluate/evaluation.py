@@ -35,7 +35,6 @@ from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.policy import WholeWeights
 from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, check_prompts, load_pretrained
 from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, Sampling
@@ -59,8 +58,7 @@ class AnswerFile:
 
     def __init__(self, folder: Path, options: EvaluationOptions, expected: Sequence[list[tuple[str, str]]]) -> None:
         self.path = folder / ANSWERS
-        self.reward = options.reward.function
-        # The number of processes and threads may change when an evaluation is resumed.
+        # How it is computed may be otherwise when it goes on.
         text = yaml.safe_dump(options.model_dump(mode="json", exclude={"distributed"}), sort_keys=False)
         if (folder / OPTIONS).exists() and (folder / OPTIONS).read_text(encoding="utf-8") != text:
             raise OutputError(
@@ -98,7 +96,7 @@ class AnswerFile:
                     "question": question.text,
                     "gold": question.gold,
                     "response": batch.text[row],
-                    "graded_by": reward_of(question.reward, self.reward),
+                    "graded_by": question.reward,
                     "reward": batch.reward.item(row),
                     "key": batch.key.item(row),
                     "finished": batch.finished.item(row),
@@ -124,7 +122,7 @@ def load(options: EvaluationOptions, tokenizer: Any, *, progress: bool) -> tuple
                 seed=HELD_OUT_SEED,
                 progress=progress,
                 names=names_of(source, options.data),
-                reward=own.reward,
+                reward=options.reward.function or own.reward,
                 stop=own.stop,
             )
         except NoPromptFitsError as error:
@@ -203,8 +201,7 @@ def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[
         ]
         file = AnswerFile(options.output.folder, options, expected) if world.is_main else None
     done = world.gather(file.done if file else set())[0]
-    reward = options.reward
-    grader = Grader.of((reward_of(question.reward, reward.function) for question in questions), reward)
+    grader = Grader.of((question.reward for question in questions), options.reward)
     resources.callback(grader.close)
     engine = open_engine(choice, settings, world)
     resources.callback(engine.close)
@@ -213,7 +210,7 @@ def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[
         engine.push_weights(WholeWeights(adapted))
         del adapted
     conversations = conversations_of(options.environment, pretrained)
-    rollout_worker = RolloutWorker(engine, grader, pretrained.tokenizer.decode, world, reward.function, conversations)
+    rollout_worker = RolloutWorker(engine, grader, pretrained.tokenizer.decode, world, conversations)
     console = Console(quiet=not world.is_main)
     console.print(f"{len(questions)} rows, {len(done)} of {len(chunks)} chunks done")
     console.print(f"answers by {choice}")

@@ -91,7 +91,7 @@ def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
     questions = [experience.asked(one.question) for one in found]
     columns: dict[str, Any] = {
         "question": [question.text for question in questions],
-        "prompt_ids": [np.array(question.prompt, np.int32) for question in questions],
+        "prompt_ids": [question.prompt_ids for question in questions],
         "answer": [question.gold for question in questions],
         "source": [question.source for question in questions],
         "response": [experience.text_of(one) for one in found],

@@ -191,17 +191,6 @@ class StepBatch(AnswerColumns):
         with np.errstate(invalid="ignore"):
             return sums / np.bincount(group, minlength=self.groups)
 
-    def optimal_value(self, beta1: float, rows: Ints | Mask) -> Doubles:
-        """[G] beta1 log mean exp(net reward / beta1) over some rows of each group; NaN without any.
-
-        The best reward is taken out of the exponentials: where all are alike, it is the value to the bit.
-        """
-        group, reward, best = self.group[rows], self.net_reward[rows], np.full(self.groups, -np.inf)
-        np.maximum.at(best, group, reward)
-        sums = np.bincount(group, np.exp((reward - best[group]) / beta1), self.groups)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return best + beta1 * np.log(sums / np.bincount(group, minlength=self.groups))
-
     def sums(self, values: npt.NDArray) -> Doubles:
         """Return the sums [N] of values [T] over the tokens of each row that the policy wrote."""
         total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))

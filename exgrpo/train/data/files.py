@@ -25,6 +25,7 @@ from exgrpo.train.config.sources import checked, parameters, split_arguments
 from exgrpo.train.data import gym
 from exgrpo.train.data.rows import ANSWERS, COLUMNS, NO_COLUMNS, QUESTIONS, REMEDY, ColumnSelection, Row, parse_row
 from exgrpo.train.reward.contract import Columns
+from exgrpo.train.reward.names import DEFAULT
 
 TASKS = "exgrpo.train.data.tasks"
 """Package of built-in tasks: modules with generate(split, count, seed, **arguments) -> objects with a question and an
@@ -56,8 +57,8 @@ def read_rows(
     reward: str | None = None,
 ) -> list[Row]:
     """Return all rows of `source` with these columns; arguments as in exgrpo.train.data.questions.load_questions."""
-    rows = _rows(source, split, limit, seed, ColumnSelection(columns, names or {}))
-    return rows if reward is None else [replace(row, reward=reward) for row in rows]
+    rows, name = _rows(source, split, limit, seed, ColumnSelection(columns, names or {})), reward or own_reward(source)
+    return rows if name == DEFAULT else [replace(row, reward=name) for row in rows]
 
 
 def _rows(source: str, split: str, limit: int | None, seed: int, reading: ColumnSelection) -> list[Row]:
@@ -80,11 +81,11 @@ def _rows(source: str, split: str, limit: int | None, seed: int, reading: Column
 
 
 def own_reward(source: str) -> str:
-    """Return the name of the reward that a source brings to its questions; "": none."""
+    """Return the name of the reward that a source brings to its questions, else the default."""
     if source.startswith(gym.PREFIX):
         return gym.REWARD
     task = _task(source) if source.startswith(PREFIX) else None
-    return getattr(task, "REWARD", "")
+    return getattr(task, "REWARD", DEFAULT)
 
 
 def from_hub(source: str) -> bool:
@@ -105,7 +106,7 @@ def _task(source: str) -> ModuleType:
 
 
 def _generated_rows(source: str, split: str, limit: int, seed: int, columns: Columns) -> list[Row]:
-    name, reward = source.removeprefix(PREFIX), own_reward(source)
+    name = source.removeprefix(PREFIX)
     if source.startswith(PREFIX):
         task, given = _task(source), split_arguments(source)[1]
         arguments = checked(source, given, parameters(task.generate, ("split", "count", "seed")))
@@ -115,7 +116,7 @@ def _generated_rows(source: str, split: str, limit: int, seed: int, columns: Col
         pairs = gym.read_gym(source, split, limit, seed)
         found = [(question, gold, {"question": question}) for question, gold in pairs]
     try:
-        return [Row(question, gold, None, name, reward, columns.of(row)) for question, gold, row in found]
+        return [Row(question, gold, None, name, columns=columns.of(row)) for question, gold, row in found]
     except DataError as error:
         raise DataError(f"{source}: a question {error}") from None
 

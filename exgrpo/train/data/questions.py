@@ -8,16 +8,19 @@ from hashlib import sha256
 from itertools import accumulate, chain, islice, zip_longest
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from exgrpo.train.common.errors import DataError, shown
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.options import DataConfig
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
 from exgrpo.train.reward.contract import ALL_COLUMNS
+from exgrpo.train.reward.names import DEFAULT
 
 _BATCH = 1024
 
@@ -36,12 +39,17 @@ class Question:
     """The gold answer."""
     source: str
     """The row's data_source, else the stem of its file, the hub name or the name of the generator."""
-    reward: str = ""
-    """Name of the reward that its source brings; "": none."""
+    reward: str = DEFAULT
+    """Name of the reward that grades it."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Columns of its row that a reward or an environment takes, by name."""
     stop: tuple[str, ...] | None = None
     """Stop strings of its source; None: those of the run."""
+
+    @property
+    def prompt_ids(self) -> TokenIds:
+        """[P] int32, the prompt as an array."""
+        return np.array(self.prompt, np.int32)
 
     def stops(self, of_run: tuple[str, ...]) -> tuple[str, ...]:
         """Return its stop strings; `of_run` are those of the run."""
@@ -131,7 +139,7 @@ def load_questions(
         seed: seed of generated problems.
         progress: show a progress bar on a terminal.
         names: column names of the question, answer or solution in a file or a hub data set.
-        reward: name of the reward of the questions; None: the one that the source brings.
+        reward: name of the reward of the questions; None: the one that the source brings, else the default.
         stop: stop strings of their answers; None: those of the run.
 
     Raises:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.grading import boxed_answer
+from exgrpo.train.reward.names import DEFAULT
 
 COLUMNS = ("prompt", "reward_model", "data_source", "question", "problem", "answer", "solution")
 QUESTIONS, ANSWERS = ("prompt", "question", "problem"), ("reward_model", "answer", "solution")
@@ -85,8 +86,8 @@ class Row:
     """The row's own system message."""
     source: str
     """The row's data_source, else the stem of its file, the hub name or the name of the generator with arguments."""
-    reward: str = ""
-    """Name of the reward that its source brings; "": none."""
+    reward: str = DEFAULT
+    """Name of the reward that grades it."""
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Columns that a reward takes, by name; `question` is always called so."""
     turns: tuple[Message, ...] = ()

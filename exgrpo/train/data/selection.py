@@ -14,7 +14,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.data.rows import REMEDY, Row
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.golds import unearnable
-from exgrpo.train.reward.names import BUILTIN, reward_of
+from exgrpo.train.reward.names import BUILTIN
 
 COUNTED_WRONG = "answers to them count as wrong"
 """Fate of unearnable held-out questions: they stay in the average, which is over all rows of the file."""
@@ -40,8 +40,7 @@ class Selection:
 
 def reward_name(config: Config, source: str) -> str:
     """Return the name of the reward that grades the questions of a source."""
-    own = settings_of(source, config.data.sources).reward
-    return reward_of(own or own_reward(source), config.reward.function)
+    return config.reward.function or settings_of(source, config.data.sources).reward or own_reward(source)
 
 
 def read_sources(
@@ -74,7 +73,7 @@ def read_sources(
             seed=seed,
             columns=columns(reward_name(config, source)),
             names=names_of(source, config.data),
-            reward=settings_of(source, config.data.sources).reward,
+            reward=reward_name(config, source),
         )
         for source in sources
     ]
@@ -124,10 +123,10 @@ def unearnable_pairs(
         progress: show a progress bar on a terminal.
 
     Returns:
-        set[tuple[str, str]]: pairs of the reward that a source brings and a gold answer.
+        set[tuple[str, str]]: pairs of a reward and a gold answer.
     """
     pairs = {(one.reward, one.gold) for one in questions}
-    judged = {pair for pair in pairs if reward_of(pair[0], options.function) in BUILTIN}
+    judged = {pair for pair in pairs if pair[0] in BUILTIN}
     lost = unearnable(sorted({gold for _, gold in judged}), options, progress=progress)
     return {pair for pair in pairs if not pair[1] or (pair in judged and pair[1] in lost)}
 

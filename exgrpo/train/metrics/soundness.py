@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import UpdateStats
 
 FIRST_WARNING = 4
@@ -18,13 +19,14 @@ class IdleSteps:
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def observe(self, idle: bool, batch: StepBatch) -> str | None:
-        """Count a step; returns a warning after 4, 8, 16, ... consecutive idle steps.
+    def observe(self, batch: StepBatch, minibatches: Sequence[MiniBatch]) -> str | None:
+        """Return a warning after 4, 8, 16, ... consecutive steps in which no mini-batch had an advantage.
 
         Args:
-            idle: True if no mini-batch had an advantage.
-            batch: the step's answers; the groups in `trained` count.
+            batch: the answers of the step, of which those of `trained` groups count.
+            minibatches: of the step.
         """
+        idle = len(minibatches) > 0 and not any(one.teaches for one in minibatches)
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_WARNING or self.in_a_row & (self.in_a_row - 1):
             return None

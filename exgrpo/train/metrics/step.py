@@ -1,13 +1,14 @@
-"""The numbers of a training step; docs/metrics.md says what each of them is."""
+"""Metrics of a training step; docs/metrics.md explains each of them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.common.success import EPSILON
+from exgrpo.train.data.questions import Question
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.flops import Work
 from exgrpo.train.policy.scores import Scored, compared
@@ -25,16 +26,39 @@ UPDATE_MEANS = (
     "loss_scale",
 )
 OPTIONAL = ("reference_kl", "loss_scale")
-"""Of these, what most runs do not have: a reference, and a loss that is scaled."""
+"""Left out if no update has them: they need a reference, or a loss that is scaled."""
 
 
-def answer_metrics(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
-    """Of the fresh answers of a step; entropies are those that are known.
+def step_metrics(
+    batch: StepBatch,
+    questions: Sequence[Question],
+    minibatches: Sequence[MiniBatch],
+    updates: Sequence[UpdateStats],
+    scored: Scored,
+    seconds: Mapping[str, float],
+    work: Work,
+) -> dict[str, float]:
+    """Return the numbers of a step that follow from its answers, its updates and its phases.
 
     Args:
         batch: the step.
-        sources: [G] the data source of each group's question.
+        questions: all training questions, by index.
+        minibatches: of the step.
+        updates: optimiser steps, one for each mini-batch with an advantage.
+        scored: the fresh rows whose scores are known.
+        seconds: by phase: select, rollout, score, update, push.
+        work: readings of the model, by phase.
     """
+    sources = [questions[question].source for question in batch.question]
+    return {
+        **_of_answers(batch, sources),
+        **_of_updates(batch, minibatches, updates),
+        **_of_phases(seconds, work, batch),
+        **_mismatch(batch, scored),
+    }
+
+
+def _of_answers(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
     fresh = np.flatnonzero(batch.fresh)
     counts, at, entropy = batch.counts, batch.places(fresh), _entropies(batch)
     known = entropy[at][batch.own[at] & ~np.isnan(entropy[at])]
@@ -59,7 +83,6 @@ def answer_metrics(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]
 
 
 def _means(kind: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The mean of the values of each name."""
     values: dict[str, list[float]] = {}
     for name, value in pairs:
         values.setdefault(name, []).append(value)
@@ -67,7 +90,6 @@ def _means(kind: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
-    """How much the environment has said, where there is one; answers without an observation have one turn."""
     if batch.counts.broken is None:
         return {}
     masks = [batch.own[batch.at(row)].astype(np.int8) for row in fresh]
@@ -79,7 +101,7 @@ def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
 
 
 def _of_sets(batch: StepBatch, at: Ints) -> dict[str, float]:
-    """From how many words tokens were drawn, where rollouts are cut; those that were drawn from all do not count."""
+    """Mean size of the sets that tokens were drawn from, where rollouts are cut."""
     if not batch.has("kept"):
         return {}
     sizes = batch.kept.sizes[at]
@@ -87,7 +109,7 @@ def _of_sets(batch: StepBatch, at: Ints) -> dict[str, float]:
 
 
 def _entropies(batch: StepBatch) -> Floats:
-    """[T] of the policy before the update, by the trainer, or by the engine where only that one knows them; or NaN."""
+    """[T] entropies before the update, by the trainer, else by the engine; NaN where neither has them."""
     if not batch.has("entropy"):
         return batch.engine_entropy
     return np.where(np.isnan(batch.entropy), batch.engine_entropy, batch.entropy)
@@ -111,8 +133,7 @@ def _entropy_gap(batch: StepBatch, entropies: Floats) -> float:
     return float(np.mean(gaps)) if gaps else math.nan
 
 
-def mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's; nothing where no answer is scored by both."""
+def _mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:
     trainer, engine = compared(batch, scored)
     if not len(engine):
         return {}
@@ -120,14 +141,8 @@ def mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:
     return {f"mismatch/{name}": value for name, value in numbers.items()}
 
 
-def time_metrics(seconds: dict[str, float], work: Work, batch: StepBatch) -> dict[str, float]:
-    """Seconds and tokens per second by phase, of the generation those that it writes; NaN of a phase without work.
-
-    Args:
-        seconds: by phase: select, rollout, score, update, push.
-        work: what the model read and wrote, by phase.
-        batch: the step.
-    """
+def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> dict[str, float]:
+    # Generation has the tokens that it writes, other phases those that they read.
     total, counts = sum(seconds.values()), batch.counts
     seconds = {**seconds, "generate": counts.generate_seconds, "grade": counts.grade_seconds}
     tokens = {
@@ -143,13 +158,8 @@ def time_metrics(seconds: dict[str, float], work: Work, batch: StepBatch) -> dic
     }
 
 
-def update_metrics(
-    batch: StepBatch, minibatches: Sequence[MiniBatch], updates: Sequence[UpdateStats]
-) -> dict[str, float]:
-    """What the optimiser did: means over its steps, of those where the number exists, and quantiles over their tokens.
-
-    A step without any has no numbers: NaN.
-    """
+def _of_updates(batch: StepBatch, minibatches: Sequence[MiniBatch], updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return means over the optimiser steps that have the number, and quantiles over their tokens; NaN without any."""
     all_rows = any(minibatch.all_rows for minibatch in minibatches)
     teaching = np.bincount(batch.group, batch.learnt & ((batch.advantage != 0) | all_rows), batch.groups) > 0
     gradient_tokens = sum(update.gradient_tokens for update in updates)

@@ -1,15 +1,14 @@
 """From a graded batch to mini-batches of rows with advantages, and the tensors of micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from exgrpo.kernels import group_advantage
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.segments import Segments
 from exgrpo.train.replay.contract import PRESENT
 
@@ -18,10 +17,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """The rows of one optimiser step over all ranks, and what their losses are divided by.
+    """Rows of one optimiser step over all ranks, and the divisor of their losses.
 
     Attributes:
-        rows: [n] those that can carry a gradient, by number in the step's batch.
+        rows: [n] numbers in the step's batch of the rows that can carry a gradient.
         batch: these rows, in their order.
         normalizer: divisor of the summed token objectives.
         tokens: response tokens of all rows, left-out ones included, and no observations.
@@ -36,23 +35,23 @@ class MiniBatch:
 
     @property
     def all_rows(self) -> bool:
-        """Whether rows without an advantage have a gradient, too."""
+        """True if rows without an advantage have a gradient, too."""
         return self.batch.has("weight")
 
     @property
     def teaches(self) -> bool:
-        """Whether any row says what to learn; one that is not a number counts, so that it is noticed."""
+        """True if any row has an advantage; NaN counts, so that it is noticed."""
         return bool(((self.batch.advantage != 0) | self.all_rows).any())
 
     def couple(self, log_prob: Floats, beta2: float, among: Mask) -> None:
-        """Take from each advantage the mean of A - beta2 S over its group, with S the log-ratio of an answer.
+        """Subtract from each advantage the mean of A - beta2 S over its group, with S the log-ratio of an answer.
 
         A regression of S on these advantages compares the answers of a group, whatever the baseline is.
 
         Args:
             log_prob: [T] of the policy before this update.
-            beta2: see above.
-            among: [n] the rows that the regression is of; others stay as they are.
+            beta2: coefficient of S.
+            among: [n] rows of the regression; others stay as they are.
         """
         batch, reference = self.batch, self.batch.ratio_log_prob
         moved = np.subtract(log_prob, reference, out=np.zeros_like(log_prob), where=reference != PRESENT)
@@ -60,12 +59,11 @@ class MiniBatch:
         batch.fill(advantage=batch.advantage - np.where(among, rest, 0))
 
     def refer_to(self, batch: StepBatch | None, *, anchored: bool = False) -> None:
-        """Say what ratios of fresh rows refer to, and take over their factors.
+        """Set `ratio_log_prob` and `factor` of fresh rows.
 
         Args:
-            batch: the step, whose `log_prob` they refer to; None: the policy before this update, which itself computes
-                them.
-            anchored: ratios refer to the reference instead, of all rows that are compared with it.
+            batch: the step, with the `log_prob` that ratios refer to; None: the update itself computes them.
+            anchored: ratios of all rows that are compared with the reference refer to it instead.
         """
         fresh = np.flatnonzero(self.batch.fresh)
         if batch is None:
@@ -90,8 +88,8 @@ class TokenBatch:
     Attributes:
         tokens: [B, L] or [1, N] int64 input ids.
         target: [B, L] or [T] int64, the response token that is predicted, -100 for none: pads and observations.
-        targets: how many targets there are.
-        segments: where packed tokens belong; None: the batch is padded.
+        targets: number of targets.
+        segments: rows of packed tokens; None: the batch is padded.
         kept: ids [M] int32 and offsets [targets' places + 1] int64, the words that each target was drawn from, as
             `exgrpo.kernels` takes them; None: the whole vocabulary.
     """
@@ -112,8 +110,8 @@ class MicroBatch(TokenBatch):
         advantage: fp32, shaped like the target.
         replayed: bool, shaped like the target.
         lengths: [N] int64, targets of each row, in their order.
-        active: how many targets have an advantage other than 0.
-        weight: fp32, shaped like the target, of the objective of each token's answer; None: advantages have it.
+        active: number of targets with an advantage other than 0.
+        weight: fp32, shaped like the target, weight of each token's answer; None: it is in the advantages.
         reference_log_prob: fp32, shaped like the target; None: there is no reference.
     """
 
@@ -126,37 +124,9 @@ class MicroBatch(TokenBatch):
     reference_log_prob: torch.Tensor | None = field(default=None, kw_only=True)
 
 
-def advantages(
-    batch: StepBatch, *, scale_by_std: bool = False, baseline: Baseline = "mean", beta1: float = 1.0
-) -> None:
-    """Fill `advantage` in the groups that are trained on: net reward minus the baseline of the group.
-
-    Rows with a stored advantage keep that one and do not count in the mean. Other groups have NaN.
-
-    Args:
-        batch: graded rows.
-        scale_by_std: divide by the standard deviation of the group's rewards.
-        baseline: mean, over all rows (Dr.GRPO); leave_one_out, over the other rows (RLOO, arXiv 2402.14740), which is
-            n / (n - 1) times as much; log_mean_exp, beta1 log mean exp(reward / beta1) over all rows (OAPL, A*-PO).
-        beta1: see there.
-    """
-    rows, advantage = batch.rows_of(batch.trained), np.full(len(batch), np.nan)
-    if batch.has("stored_advantage"):
-        advantage[rows] = batch.stored_advantage[rows]
-    counted = rows[np.isnan(advantage[rows])]
-    if baseline == "log_mean_exp":
-        value = batch.optimal_value(beta1, counted)[batch.group[counted]]
-        advantage[counted] = batch.net_reward[counted] - value
-        batch.fill(advantage=advantage)
-        return
-    group = torch.from_numpy(batch.group[counted])
-    reward = torch.from_numpy(batch.net_reward[counted].astype(np.float32))
-    of_counted = group_advantage(reward, group, scale_by_std=scale_by_std)
-    if baseline == "leave_one_out":
-        rows_of = torch.bincount(group)[group]
-        of_counted *= rows_of / (rows_of - 1).clamp(min=1)
-    advantage[counted] = of_counted.numpy()
-    batch.fill(advantage=advantage)
+def rows_of(minibatches: Sequence[MiniBatch]) -> Ints:
+    """Return the rows of some mini-batches, one after the other."""
+    return np.concatenate([np.empty(0, np.int64), *(one.rows for one in minibatches)])
 
 
 def build_minibatches(
@@ -168,7 +138,7 @@ def build_minibatches(
     *,
     all_rows: bool = False,
 ) -> list[MiniBatch]:
-    """Deal the groups that are trained on at random into `count` mini-batches of nearly equal size, whole.
+    """Deal whole groups that are trained on at random into `count` mini-batches of nearly equal size.
 
     There are fewer mini-batches where groups are fewer. Rows that are not `learnt`, and those without an advantage
     where no other term has a gradient, only count in what losses are divided by.
@@ -179,8 +149,8 @@ def build_minibatches(
         rng: advanced once, if there are groups.
         objective: its normalisation, and the coefficients of its terms without an advantage.
         max_tokens: L_max of the constant normalisation.
-        all_rows: whether the objective gives rows without an advantage a gradient. It is not homogeneous in the
-            advantage then, and mini-batches have a `weight` beside it.
+        all_rows: rows without an advantage have a gradient, too. The objective is not homogeneous in the advantage
+            then, and mini-batches have a `weight`.
     """
     groups = len(batch.trained)
     if not groups:

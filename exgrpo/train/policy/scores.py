@@ -1,13 +1,14 @@
-"""Scores of fresh answers under the policy before the update: of no more answers than something needs."""
+"""Scores of fresh answers under the policy before the update, of no more answers than something needs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.options import Config
-from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.batch import MiniBatch, rows_of
 from exgrpo.train.policy.flops import Reading, together
 from exgrpo.train.policy.policy import Policy
 
@@ -26,25 +27,27 @@ class Scored(NamedTuple):
     Attributes:
         rows: their numbers, rising.
         read: what the trainer has read for that.
+        by_update: numbers of those that the first update scores.
         sample: of an exact engine, the log-probs of the trainer and its own, of the tokens that both have scored; None:
             all rows are scored by the trainer.
     """
 
     rows: Ints = NONE
     read: tuple[Reading, ...] = ()
+    by_update: Ints = NONE
     sample: tuple[Floats, Floats] | None = None
 
 
 class FreshScorer:
-    """Takes scores from where they are known: the engine, the first optimiser step, or a pass of their own.
+    """Take scores from where they are known: the engine, the first optimiser step, or a pass of their own.
 
-    They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too. Rows
-    for which nobody asks have NaN there.
+    They are the columns `log_prob` and `entropy` of a batch, and `old_log_prob` where the trainer's log-probs count as
+    the writer's. Rows that nothing needs have NaN there.
 
     Args:
         config: the run.
         policy: scores.
-        settles: whether a function chooses what is trained on when the memory has taken in the step.
+        settles: rows are selected after the memory has stored the step, so that scores are needed before.
     """
 
     def __init__(self, config: Config, policy: Policy, *, settles: bool = False) -> None:
@@ -55,10 +58,7 @@ class FreshScorer:
         self.own_forward = config.update_scores and not settles
 
     def by_engine(self, batch: StepBatch) -> Scored:
-        """The scores of all fresh answers, if an engine with the trainer's arithmetic has computed them in sampling.
-
-        Whether it has is looked at in each step, on answers from all over the step.
-        """
+        """Take over the engine's scores of all fresh rows if they agree with the trainer's on a sample of the step."""
         fresh = np.flatnonzero(batch.fresh)
         at = batch.places(fresh)
         log_prob, entropy = batch.engine_log_prob[at], batch.engine_entropy[at]
@@ -70,36 +70,48 @@ class FreshScorer:
         if not np.abs(trainer - engine).mean() <= EXACT:
             return Scored()
         self._put(batch, fresh, log_prob, entropy)
-        return Scored(fresh, tuple(together(part)), (trainer, engine))
+        return Scored(fresh, tuple(together(part)), sample=(trainer, engine))
 
-    def by_a_pass(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
-        """Score those of some fresh rows that are not known yet; no pass if all are."""
-        left = np.setdiff1d(rows, scored.rows)
-        if not len(left):
+    def by_passes(
+        self, batch: StepBatch, scored: Scored, stored: Mask | None, taught: Sequence[MiniBatch] = ()
+    ) -> Scored:
+        """Score the fresh rows that the memory or an update needs, except those that the first update will score.
+
+        Args:
+            batch: the step.
+            scored: known so far.
+            stored: [N] rows that the memory stores; None: a function of the method reads the scores of all fresh rows.
+            taught: mini-batches of the updates.
+        """
+        wanted = batch.fresh if stored is None else stored & self.by_trainer  # the engine has scored its own
+        trained = rows_of(taught)
+        by_update = NONE
+        if taught and self.own_forward and not len(scored.rows):
+            by_update = taught[0].rows[taught[0].batch.fresh]
+        needed = np.union1d(np.flatnonzero(wanted), trained[batch.fresh[trained]])
+        rows = np.setdiff1d(needed, np.union1d(scored.rows, by_update))
+        if len(rows):
+            part = batch.take(rows)
+            score = self.policy.score(part, self.temperature)
+            self._put(batch, rows, score.log_prob, score.entropy)
+            scored = scored._replace(rows=np.union1d(scored.rows, rows), read=(*scored.read, *together(part)))
+        return scored._replace(by_update=by_update)
+
+    def by_update(self, batch: StepBatch, scored: Scored) -> Scored:
+        """Take over the scores that the first update has computed."""
+        rows = scored.by_update
+        if not len(rows):
             return scored
-        part = batch.take(left)
-        score = self.policy.score(part, self.temperature)
-        self._put(batch, left, score.log_prob, score.entropy)
-        return scored._replace(rows=np.union1d(scored.rows, left), read=(*scored.read, *together(part)))
-
-    def scored_by_update(self, taught: Sequence[MiniBatch], scored: Scored) -> Ints:
-        """Return the fresh rows that the first optimizer step will score; none if their scores are needed before."""
-        if not taught or not self.own_forward or len(scored.rows):
-            return NONE
-        return taught[0].rows[taught[0].batch.fresh]
-
-    def take_update_scores(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
-        """Store the scores that the first optimizer step has computed for its fresh rows."""
         at = batch.places(rows)
         self._put(batch, rows, batch.log_prob[at], batch.entropy[at])
-        return scored._replace(rows=np.union1d(scored.rows, rows))
+        return scored._replace(rows=np.union1d(scored.rows, rows), by_update=NONE)
 
     def _put(self, batch: StepBatch, rows: Ints, log_prob: Floats, entropy: Floats) -> None:
         batch.put(rows, log_prob=log_prob, entropy=entropy, **({"old_log_prob": log_prob} if self.by_trainer else {}))
 
 
 def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
-    """Log-probs of the trainer and of the engine, of the policy's tokens that both have scored."""
+    """Return log-probs of the trainer and of the engine, of the policy's tokens that both have scored."""
     if scored.sample or not len(scored.rows):
         return scored.sample or (np.empty(0, np.float32), np.empty(0, np.float32))
     part = batch.take(scored.rows)
@@ -107,6 +119,5 @@ def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
-    """Log-probs of the trainer and of the engine, of the policy's tokens for which the engine gave one."""
     known = part.own & ~np.isnan(part.engine_log_prob)
     return log_prob[known], part.engine_log_prob[known]

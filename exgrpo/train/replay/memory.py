@@ -10,6 +10,7 @@ from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay import rules
+from exgrpo.train.replay.advantages import group_advantages, in_group
 from exgrpo.train.replay.candidates import Units
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
 from exgrpo.train.replay.table import Stored, Table, pack
@@ -18,8 +19,6 @@ NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
 OF_QUESTIONS = ("count", "asked", "times", "shown", "earlier")
 """Arrays with a number for each question."""
-EPSILON = 1e-6
-"""Added to a standard deviation before it divides, as in `exgrpo.kernels.group_advantage`."""
 
 
 class ExperienceMemory:
@@ -155,9 +154,10 @@ class ExperienceMemory:
         group, stored = batch.group[admitted], batch.take(admitted)
         if np.isnan(stored.old_log_prob).any():
             raise ValueError("old_log_prob: NaN of an answer that is to be stored")
+        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.setting)
         added = table.add(
             stored,
-            advantage=self._advantages(batch)[admitted],
+            advantage=advantage[admitted],
             successes=evidence.successes[group],
             answers=evidence.rows[group],
         )
@@ -169,22 +169,6 @@ class ExperienceMemory:
         if most is not None:
             for question in np.unique(batch.question[group]).tolist():
                 table.remove(table.of_question(question)[:-most])
-
-    def _advantages(self, batch: StepBatch) -> Doubles:
-        """Return advantages [N] against the rows of their group that count in the loss."""
-        counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
-        advantage, net = np.full(len(batch), np.nan), batch.net_reward
-        if self.setting.baseline == "log_mean_exp":
-            return net - batch.optimal_value(self.setting.beta1, counts)[batch.group]
-        # As in the loss: of numbers in fp32 sums are exact, and where all rewards are alike, advantages are 0.
-        net = net.astype(np.float32).astype(np.float64)
-        for of_group in map(slice, batch.group_start[:-1], batch.group_start[1:]):
-            rewards = net[of_group][counts[of_group]]
-            divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
-            if self.setting.baseline == "leave_one_out" and len(rewards) > 1:
-                divisor *= (len(rewards) - 1) / len(rewards)
-            advantage[of_group] = (net[of_group] - rewards.mean()) / divisor
-        return advantage
 
     def _forget(self, now: int, solved: Ints) -> None:
         """Apply the functions of `expire`, one after the other, before the step `now` is planned."""

@@ -1,4 +1,4 @@
-"""The functions of a method, tried on made-up answers before a run, so that what is wrong with them shows at once."""
+"""Rehearsal of a method: its functions run on made-up answers before a run, so that errors in them show at once."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
+from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.replayed import Weigher
 
 STEPS, QUESTIONS, BATCH = 6, 12, 4
@@ -16,7 +17,7 @@ LONGEST = 6
 
 
 def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: int, success: float) -> None:
-    """Some steps of replay without a model.
+    """Run some steps of replay without a model.
 
     Args:
         experience: names the functions.
@@ -42,22 +43,17 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         stored = replay.select(planned, made_up.mean_scores)
         batch = made_up.answers(planned, step).beside(stored)
         replay.take_in(batch, step)
-        batch = replay.settle(batch, np.arange(batch.groups), BATCH, step)
-        counts = np.isnan(batch.stored_advantage)
-        advantage = batch.net_reward - batch.mean(batch.net_reward, counts)[batch.group]
-        batch.fill(advantage=np.where(counts, advantage, batch.stored_advantage))
+        batch = replay.settle(batch, BATCH, step)
+        fill_advantages(batch, setting)
         weigher(batch)
 
 
 class _MadeUp:
-    """Answers and scores that no policy has given."""
-
     def __init__(self, success: float) -> None:
         self.rng = np.random.default_rng(0)
         self.rewards = (success - 1, success)
 
     def answers(self, planned: Sequence[PlannedGroup], step: int) -> StepBatch:
-        """The fresh answers of a step."""
         counts = [group.fresh for group in planned]
         rows = sum(counts)
         lengths = self.rng.integers(1, LONGEST + 1, rows)

@@ -1,4 +1,4 @@
-"""Experience replay as one object: what a run remembers of earlier steps, and what it decides from that."""
+"""Experience replay as one object: the memory of earlier steps, and the decisions that it enables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from exgrpo.train.common.records import Mask
+from exgrpo.train.common.records import Mask, TokenIds
 from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
@@ -27,7 +27,7 @@ ScoreAll = Callable[[StepBatch], MeanScores]
 
 
 class TakenIn(NamedTuple):
-    """What taking in the groups of a step says: the fraction of fresh successes, and a note for a person or None."""
+    """Fraction of fresh successes in the groups of a step, and a note for the user, if any."""
 
     pass_rate: float
     note: str | None
@@ -35,7 +35,7 @@ class TakenIn(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ReplayState:
-    """Everything that a `Replay` needs to go on exactly where it was.
+    """State from which a `Replay` continues exactly.
 
     Attributes:
         values: plain numbers, and the states of the generators.
@@ -58,8 +58,9 @@ class Replay:
         setting: how experience is kept and drawn, K, and what a success is.
         questions: number of questions; they are known by index 0..questions-1.
         seed: of the draws.
-        success_option: name of the option that says what a success is, for notes.
+        success_option: name of the option `success`, for notes.
         mixture: the sources of the questions and their weights; None: they are one source.
+        prompt: returns the token ids of a question's prompt; None: stored answers come without prompts.
 
     Attributes:
         memory: what is stored, and which questions are retired.
@@ -80,6 +81,7 @@ class Replay:
         *,
         success_option: str = "success",
         mixture: Mixture | None = None,
+        prompt: Callable[[int], TokenIds] | None = None,
     ) -> None:
         self.setting, self.config = setting, setting.options
         self.memory = ExperienceMemory(questions, setting)
@@ -89,6 +91,7 @@ class Replay:
         self.watch = RewardWatch(setting.success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
+        self._prompt = prompt
         self._rule = RULES[self.config.trajectory]
         self._prioritise = rules.find("prioritise", self.config.prioritise)
         self._compose = rules.find("compose", self.config.compose)
@@ -96,22 +99,22 @@ class Replay:
 
     @property
     def active(self) -> bool:
-        """Whether the next step replays, and stores what it collects."""
+        """True if the next step replays and stores answers."""
         return self.open and self.config.ratio > 0
 
     @property
     def finished(self) -> bool:
-        """Whether every question is retired."""
+        """True if every question is retired."""
         return bool(self.memory.retired.all())
 
     @property
     def settles(self) -> bool:
-        """Whether what is trained on is decided after the answers are graded."""
+        """True if groups are selected after grading."""
         return self._settle is not None
 
     @property
     def needs_scores(self) -> bool:
-        """Whether a function of the method reads the scores of the fresh answers of a step."""
+        """True if a function of the method reads the scores of fresh answers."""
         return (self.active and self.memory.admits_by_scores) or getattr(self._settle, "scores", False)
 
     def _supply(self, batch: int, step: int) -> Supply:
@@ -119,15 +122,30 @@ class Replay:
         return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
-        """The groups of a step: of `batch` questions, or fewer where too few are left unretired."""
+        """Plan the groups of a step: of `batch` questions, or fewer where too few are left unretired."""
         return list(self._compose(self._supply(batch, step)))
 
     def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
-        """Groups of fresh answers to at most `wanted` further questions, which are not `without`."""
+        """Return groups of fresh answers to at most `wanted` further questions, which are not `without`."""
         return self._supply(wanted, step).fresh(wanted, without)
 
+    def refill(self, batch: StepBatch, size: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
+        """Return groups of further questions, one for each of B groups that lacks a gradient; empty: no more is asked.
+
+        Args:
+            batch: the graded groups so far.
+            size: B, groups that are to have a gradient.
+            step: number of the step.
+            multiple: their number is one of it: rounded up, or down where too few questions are left.
+        """
+        missing = size - int(batch.teaches.sum())
+        if missing <= 0:
+            return []
+        more = self.more(missing + -missing % multiple, step, batch.question.tolist())
+        return more[: len(more) // multiple * multiple]
+
     def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> StepBatch:
-        """The stored answers that join each of the planned groups; each of them counts as a replay.
+        """Return the stored answers that join each of the planned groups; each counts as a replay.
 
         Args:
             planned: G groups of a step.
@@ -155,15 +173,16 @@ class Replay:
         return self._join(planned, joined, entropies)
 
     def _answers(self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]]) -> StepBatch:
-        """Stored answers in the groups that they join."""
         group = np.repeat(np.arange(len(planned)), np.array([len(of_group) for of_group in rows], np.int64))
         question = np.array([one.question for one in planned], np.int64)
-        return self.memory.table.answers(np.array([*chain.from_iterable(rows)], np.int64), group, question)
+        batch = self.memory.table.answers(np.array([*chain.from_iterable(rows)], np.int64), group, question)
+        if self._prompt:
+            batch.fill(prompt=[self._prompt(one.question) for one in planned])
+        return batch
 
     def _join(
         self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]], entropies: Sequence[float] | None = None
     ) -> StepBatch:
-        """Stored answers that are replayed, with advantages as the options say."""
         table, batch = self.memory.table, self._answers(planned, rows)
         numbers = np.array([*chain.from_iterable(rows)], np.int64)
         unknown = np.full(len(numbers), np.nan)
@@ -174,19 +193,22 @@ class Replay:
         )
         return batch
 
-    def settle(self, batch: StepBatch, among: Ints, size: int, step: int) -> StepBatch:
-        """What is trained on of the graded groups of a step, perhaps nothing.
+    def settle(
+        self, batch: StepBatch, size: int, step: int, *, among: Ints | None = None, refilled: bool = False
+    ) -> StepBatch:
+        """Return the batch with `trained`, and with late groups of stored answers behind the others.
 
         Args:
-            batch: of the step.
-            among: [A] the numbers of the groups that may be trained on.
+            batch: the graded groups of a step.
             size: B, questions of a step.
             step: its number.
-
-        Returns:
-            the batch with `trained`. Stored answers that come only now are in groups behind the others; where there are
-            any, all groups lack their prompts.
+            among: [A] numbers of the groups that may be trained on; None: all.
+            refilled: only the first B of them with a gradient may, or all if none has one.
         """
+        among = np.arange(batch.groups) if among is None else among
+        if refilled:
+            teaching = among[batch.teaches[among]][:size]
+            among = teaching if len(teaching) else among
         if self._settle is None:
             batch.fill(trained=among)
             return batch
@@ -202,25 +224,22 @@ class Replay:
         return batch
 
     def in_band(self, batch: StepBatch, band: Band) -> Mask:
-        """[G] whether each group is in the trained band; those of stored answers alone are in all of them.
-
-        A step on one band is the part of a whole step that this band contributes, not a smaller batch.
-        """
+        """Return a mask [G] of the groups in the trained band; groups of stored answers alone are in every band."""
         samples = self.setting.samples
         asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
         return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
 
     def admitted(self, batch: StepBatch) -> Mask:
-        """[N] which rows of the graded groups of a step `take_in` stores."""
+        """Return a mask [N] of the rows of a graded step that `take_in` stores."""
         return self.memory.admitted(batch) if self.active else np.zeros(len(batch), bool)
 
     def take_in(self, batch: StepBatch, step: int, admitted: Mask | None = None) -> TakenIn:
-        """Learn what the graded groups of a step show; what they open or close counts from the next step on.
+        """Update the memory with the graded groups of a step; replay that they open begins with the next step.
 
         Args:
             batch: of the step; the scores of what is stored are known.
             step: its number.
-            admitted: [N] what `admitted` has given for them; None: it is asked now.
+            admitted: [N] result of `admitted`; None: compute it now.
         """
         rewards = batch.reward[batch.fresh]
         rate = float(is_success(rewards, self.setting.success).mean())
@@ -248,7 +267,7 @@ class Replay:
         )
 
     def restore(self, state: ReplayState) -> None:
-        """Go on from the state of a replay with the same configuration and questions; further values are ignored."""
+        """Continue from the state of a replay with the same configuration and questions; ignore further values."""
         values, arrays = state.values, state.arrays
         self.open = values["replay_open"]
         self.pool.position = np.array(values["pool_position"], np.int64)
@@ -260,7 +279,7 @@ class Replay:
 
 
 def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:
-    """Planned groups as plain numbers, for `planned_from` once the memory is restored.
+    """Return planned groups as plain numbers, for `planned_from` once the memory is restored.
 
     A restored table has no gaps, so stored answers are named by their places among its `rows` [N].
     """
@@ -268,12 +287,12 @@ def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:
 
 
 def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:
-    """The planned groups of `numbers_of`."""
+    """Return the planned groups of `numbers_of`."""
     return [PlannedGroup(question, fresh, choose, tuple(rows)) for question, fresh, choose, *rows in numbers]
 
 
 def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, float]:
-    """What is replayed, and of what kind it is, NaN of what does not exist; and the experience after the step."""
+    """Return the numbers of replayed answers, NaN of those that do not exist, and of the experience after the step."""
     memory, replayed = replay.memory, batch.replayed
     entropies = batch.chosen_entropy[replayed]
     entropies = entropies[~np.isnan(entropies)]

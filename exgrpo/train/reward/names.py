@@ -34,16 +34,6 @@ DEFAULT = "math_no_think"
 """Reward of questions whose source brings none."""
 
 
-def reward_of(own: str, for_all: str | None) -> str:
-    """Return the name of the reward that grades a question.
-
-    Args:
-        own: reward that the question's source brings; "": none.
-        for_all: `reward.function`, which overrides it for all questions; None: not set.
-    """
-    return for_all or own or DEFAULT
-
-
 def is_own(name: str) -> bool:
     """Return True if a reward is the user's: neither its module nor its file belongs to this package."""
     return not name.startswith("exgrpo.") and name not in BUILTIN

@@ -14,7 +14,6 @@ from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import TURNS
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.reward.pool import Grader, Grading
 from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine, Sampling
 from exgrpo.train.rollout.stops import Stops, text_of, turns_of
@@ -56,8 +55,7 @@ class RolloutWorker:
         grader: this rank's grader.
         decode: decodes token ids to text, special tokens included.
         world: the ranks.
-        reward: name of the reward for all questions; None: the reward of each question's source.
-        conversations: generates answers of several turns; None: no environment.
+        conversations: answers of several turns; None: the policy writes alone.
     """
 
     def __init__(
@@ -66,14 +64,12 @@ class RolloutWorker:
         grader: Grader,
         decode: Callable[[TokenIds], str],
         world: World,
-        reward: str | None = None,
         conversations: Conversations | None = None,
     ) -> None:
         self.engine = engine
         self.grader = grader
         self.decode = decode
         self.world = world
-        self.reward = reward
         self.conversations = conversations
         self.tokens = 0
         """Response tokens generated so far, over all ranks."""
@@ -91,7 +87,7 @@ class RolloutWorker:
         asked = [question for _, (question, _) in share]
         requests = [
             Request(
-                prompt=np.array(question.prompt, dtype=np.int32),
+                prompt=question.prompt_ids,
                 count=count,
                 sampling=self._sampling(question, sampling),
                 seed=derive_seed(seed, "question", question.index),
@@ -113,9 +109,8 @@ class RolloutWorker:
                 if self.world.rank % ranks == 0:
                     question = asked[answer.request]
                     text = text_of(answer.rollout, self.decode, requests[answer.request].sampling.stop.strings)
-                    reward = reward_of(question.reward, self.reward)
                     turns = {TURNS: turns_of(answer.rollout, self.decode)} if self.conversations else {}
-                    grading.add(text, question.gold, question.text, reward, {**question.columns, **turns})
+                    grading.add(text, question.gold, question.text, question.reward, {**question.columns, **turns})
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
@@ -168,7 +163,7 @@ class RolloutWorker:
             [question.index for question in produced.questions], produced.counts, [row[0] for row in rows]
         )
         batch.fill(
-            prompt=[np.array(question.prompt, np.int32) for question in produced.questions],
+            prompt=[question.prompt_ids for question in produced.questions],
             **{name: [row[i] for row in rows] for i, name in enumerate(("text", "reward", "key", "parts"), 1)},
             counts=counts,
         )

@@ -148,8 +148,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         policy.end_with(pretrained.ends(config.common_stop))
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
-    decode, reward = pretrained.tokenizer.decode, config.reward.function
-    rollout_worker = RolloutWorker(engine, inputs.grader, decode, world, reward, conversations)
+    rollout_worker = RolloutWorker(engine, inputs.grader, pretrained.tokenizer.decode, world, conversations)
     trainer = Trainer(config, inputs.train_set, policy, rollout_worker, reference)
     checkpoints = Checkpoints(
         folder,

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import transformers
 from rich.console import Console
 
@@ -144,7 +143,7 @@ class Run:
         return check_engine(
             self.policy,
             self.rollout_worker.engine,
-            [np.array(question.prompt, dtype=np.int32) for question in questions],
+            [question.prompt_ids for question in questions],
             dtype=self.config.policy.dtype,
             max_tokens=min(PROBE_TOKENS, self.config.rollout.max_tokens),
             seed=self.config.seed,

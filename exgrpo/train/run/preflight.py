@@ -14,7 +14,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.metrics.soundness import remedy
 from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import FORMS
-from exgrpo.train.reward.names import absolute, is_own, reward_of
+from exgrpo.train.reward.names import absolute, is_own
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 
@@ -46,10 +46,7 @@ def preflight(
     """
     asked = questions[:QUESTIONS]
     batch = rollout_worker.answer(asked, [1] * len(asked), sampling, derive_seed(config.seed, "preflight"))
-    given = [
-        Graded(text, question.gold, reward_of(question.reward, config.reward.function))
-        for text, question in zip(batch.text, asked, strict=True)
-    ]
+    given = [Graded(text, question.gold, question.reward) for text, question in zip(batch.text, asked, strict=True)]
     right = is_success(batch.reward, config.reward.success)
     wrong = [answer for answer, is_right in zip(given, right.tolist(), strict=True) if not is_right]
     form, hidden = elsewhere(config.reward, wrong, rollout_worker.world)

@@ -1,9 +1,9 @@
-"""A new run begins with experience from elsewhere: traces become trajectories of its questions, tokens and policy."""
+"""Experience from elsewhere for a new run: traces become trajectories of its questions, tokens and policy."""
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -15,12 +15,12 @@ from exgrpo.train.common.columns import COLUMNS, Column
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
-from exgrpo.train.common.step_batch import Floats, StepBatch
+from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
-from exgrpo.train.reward.names import reward_of
+from exgrpo.train.replay.advantages import group_advantages
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, further_columns, read_traces
 
@@ -32,7 +32,7 @@ CHUNK = 1024
 
 
 class Answer(NamedTuple):
-    """An answer without a reward: its question, its text without what ended it, and its tokens [R]."""
+    """An answer without a reward: its question, its text without the end, and its tokens [R]."""
 
     question: Question
     text: str
@@ -41,17 +41,17 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """A run before its first step, whichever trainer does it.
+    """A run before its first step, in any trainer.
 
     Attributes:
-        questions: those that are trained on.
+        questions: training questions.
         replay: its memory is filled.
-        max_tokens: of an answer.
+        max_tokens: most tokens of an answer.
         model: name or path of the policy that the run starts with.
         world: the processes of the run.
-        grade: gives all ranks the rewards and keys of answers in their order; all ranks call it together.
+        grade: returns on all ranks the rewards and keys of answers in their order; all ranks call it together.
         score: [T] log-probs of the answers of a batch at the sampling temperature; its questions have their numbers.
-        cuts: whether it knows the words that tokens were drawn from; if not, their log-probs are over all words.
+        cuts: False if `score` computes log-probs over the whole vocabulary only.
     """
 
     questions: Sequence[Question]
@@ -65,14 +65,14 @@ class Beginning:
 
     @classmethod
     def of(cls, trainer: "Trainer") -> Self:
-        """That of a run of `exgrpo.train`."""
+        """Return the one of a run of `exgrpo.train`."""
         config, rollout_worker = trainer.config, trainer.rollout_worker
 
         def grade(answers: Sequence[Answer]) -> Sequence[tuple[float, int]]:
             share = rollout_worker.world.split(answers)
             grading = rollout_worker.grader.begin()
             for _, (of, text, _) in share:
-                grading.add(text, of.gold, of.text, reward_of(of.reward, rollout_worker.reward), of.columns)
+                grading.add(text, of.gold, of.text, of.reward, of.columns)
             grades = agree(rollout_worker.world, grading.finish)
             graded = zip(share, grades.reward, grades.key, strict=True)
             return rollout_worker.world.join([(place, (reward, key)) for (place, _), reward, key in graded])
@@ -90,14 +90,14 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the run's model reads and writes text.
+    """Conversion between the text of traces and the tokens of the run's model.
 
     Attributes:
         tokenizer: of transformers.
-        eos: ids of all tokens that end an answer; a text that has ended gets the tokenizer's own one.
-        vocabulary: number of token ids that the model knows.
+        eos: ids of all tokens that end an answer; a finished text gets the tokenizer's own one.
+        vocabulary: number of token ids of the model.
         stop: strings that end an answer.
-        prefix: text that opens every answer and ends the prompt; answers of others may begin with it, too.
+        prefix: text that ends the prompt; answers of other models may begin with it.
     """
 
     tokenizer: Any
@@ -107,11 +107,11 @@ class Encoding:
     prefix: str = ""
 
     def read(self, tokens: Sequence[int]) -> str:
-        """Token ids as text, special tokens left out."""
+        """Return token ids as text without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def same_tokens(self, trace: Trace, question: Question) -> bool:
-        """Whether the trace's token ids are this model's: they mean the same prompt and the same answer."""
+        """True if the trace's token ids mean the same prompt and the same answer to this model."""
         ids, prompt = trace.response_ids, trace.prompt_ids
         if ids is None or prompt is None or tuple(prompt.tolist()) != question.prompt:
             return False
@@ -121,10 +121,7 @@ class Encoding:
         return text_of(answer, self.tokenizer.decode, question.stops(self.stop)) == trace.response
 
     def tokens(self, traces: Sequence[Trace]) -> list[tuple[TokenIds, bool]]:
-        """The texts of traces as token ids [R], and whether they end; an empty text has no tokens.
-
-        What has ended ends with EOS, and nothing comes behind the first EOS.
-        """
+        """Return the texts of traces as token ids [R] up to the first EOS, each with True if it is finished."""
         texts = [trace.response.removeprefix(self.prefix) for trace in traces]
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         eos = min(self.eos, key=lambda one: one != self.tokenizer.eos_token_id)
@@ -143,14 +140,14 @@ class Encoding:
 
 @dataclass
 class Started:
-    """What a run has begun with.
+    """Counts of the traces that a run starts with.
 
     Attributes:
         source: file or folder.
         stored: trajectories.
         questions: how many questions they belong to.
-        changed: how many lacked something, by what was done.
-        left_out: how many were left out, by the reason.
+        changed: number of completed traces, by what was done.
+        left_out: number of traces left out, by the reason.
     """
 
     source: str
@@ -161,21 +158,17 @@ class Started:
 
     def __str__(self) -> str:
         of = f"the experience starts with {self.stored} answers to {self.questions} questions from {self.source}"
-        changed, left_out = _told(self.changed), _told(self.left_out)
+        changed, left_out = _listed(self.changed), _listed(self.left_out)
         return of + (f"; {changed}" if changed else "") + (f"; left out: {left_out}" if left_out else "")
 
 
-def _told(counts: Counter[str]) -> str:
+def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A trace on its way: what it becomes, its text if it is to be graded, and what is known of its group.
-
-    The reward of `one` is NaN, and its behaviour "unknown", until they are known.
-    """
-
+    # Until they are known, the reward of `one` is NaN and its behaviour "unknown".
     question: Question
     one: Trajectory
     text: str | None
@@ -188,19 +181,19 @@ class _Row:
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     """Fill the experience of a new run with the traces that `experience.start` names; all ranks call it together.
 
-    Everything in the file is stored that belongs to a training question and fits, whatever its reward; of equal answers
-    the last one, unless the method stores whole groups. All of it counts as written before the first step.
+    All traces to training questions that fit are stored as of step 0, whatever their reward; of equal answers the last
+    one, unless the method stores whole groups.
 
     Args:
-        run: before its first step.
-        encoding: of its model.
+        run: a run before its first step.
+        encoding: conversion to the tokens of its model.
 
     Returns:
-        what was stored; None: the option is not given.
+        counts of the stored traces; None: the option is not given.
 
     Raises:
-        DataError: on every rank, where the file cannot be read or nothing of it can be used.
-        RewardError: on every rank, where the reward of an answer is no number.
+        DataError: on every rank, if the file cannot be read or nothing in it can be used.
+        RewardError: on every rank, if the reward of an answer is no number.
     """
     setting = run.replay.setting
     if setting.options.start is None:
@@ -213,7 +206,7 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
     columns = {
-        "advantage": np.array([_advantage(row, counts[row.question.index], setting) for row in rows]),
+        "advantage": _advantages(rows, counts, setting),
         "successes": np.array([row.successes for row in rows]),
         "answers": np.array([row.answers for row in rows]),
     }
@@ -224,7 +217,6 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
 
 
 def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
-    """The traces that can be used, in the order of the file."""
     questions = Questions(run.questions, encoding.read)
     rows: list[_Row] = []
     traces = read_traces(Path(started.source))
@@ -246,13 +238,12 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
                 started.changed["encoded from text"] += not own
                 rows.append(_row(run, question, trace, tokens, finished, own=own))
     if not rows:
-        reason = _told(started.left_out) or "it has no rows"
+        reason = _listed(started.left_out) or "it has no rows"
         raise DataError(f"experience.start: nothing in {started.source} can be used: {reason}")
     return rows
 
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
-    """A trace whose tokens are the file's own, or not, with the log-probs that the options let it keep."""
     rule = run.replay.setting.options.start_log_prob
     kept = trace.kept if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
@@ -283,7 +274,6 @@ def _joined(name: str, column: Column, rows: Sequence[_Row]) -> Any:
 
 
 def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
-    """Ranks decide alike only if they have read the same."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(row.question.index.to_bytes(8, "little") + row.one.response.tobytes())
@@ -292,7 +282,6 @@ def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
 
 
 def _grade(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
-    """Give rewards to the rows without one."""
     missing = [(row, row.text) for row in rows if row.text is not None]
     started.changed["graded"] = len(missing)
     for first in range(0, len(missing), CHUNK):
@@ -303,7 +292,7 @@ def _grade(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
 
 
 def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[_Row]:
-    """Of equal answers to a question the last one, where the method has no more than one; see `experience.admit`."""
+    """Keep the last of equal answers to a question, if the method stores distinct ones."""
     if distinct is None:
         return rows
     kept: dict[tuple[int, int | bytes], _Row] = {}
@@ -316,7 +305,6 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
 
 
 def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
-    """Give log-probs to the rows without them, if the options ask for it."""
     if run.replay.setting.options.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
@@ -324,7 +312,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        prompts = [np.array(row.question.prompt, np.int32) for row in chunk]
+        prompts = [row.question.prompt_ids for row in chunk]
         batch = StepBatch.of_answers(prompts, [row.one.rollout for row in chunk])
         batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)
@@ -333,7 +321,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
 
 
 def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
-    """The success count K m / F of each question, inside [1, K-1]: of its latest known group, else of its rows."""
+    """Success count K m / F of each question in [1, K-1], of its latest known group, else of its rows."""
     of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
     for row in rows:
@@ -344,18 +332,14 @@ def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
     }
 
 
-def _advantage(row: _Row, count: float, setting: Setting) -> float:
-    """In the group that it was written in; where it is not known, that in a group of this success count."""
-    if row.advantage is not None:
-        return row.advantage
-    samples = setting.samples
-    rate = count / samples
-    value = rate * setting.success
-    if setting.baseline == "log_mean_exp":
-        value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
-    advantage = row.one.reward - value
-    if setting.scale_by_std:
-        advantage /= (abs(setting.success) or 1) * math.sqrt(rate * (1 - rate) * samples / (samples - 1))
-    if setting.baseline == "leave_one_out":
-        advantage *= samples / (samples - 1)
-    return advantage
+def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: Setting) -> Doubles:
+    """[N] advantages of the traces; an unknown one is that in K answers with the question's success count."""
+    place = {question: number for number, question in enumerate(counts)}
+    group = [place[row.question.index] for row in rows]
+    right, groups = np.array(list(counts.values())), np.arange(len(counts))
+    successes = np.full(len(counts), setting.success)
+    reward = np.concatenate([[row.one.reward for row in rows], successes, np.where(successes == 0, -1.0, 0.0)])
+    weight = np.concatenate([np.zeros(len(rows)), right, setting.samples - right])
+    unknown = group_advantages(reward, np.concatenate([group, groups, groups]), weight, setting).tolist()
+    known = [row.advantage for row in rows]
+    return np.array([other if one is None else one for one, other in zip(known, unknown, strict=False)])

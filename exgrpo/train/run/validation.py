@@ -13,7 +13,6 @@ from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import reward_of
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
@@ -35,10 +34,7 @@ def evaluate(
     """
     batch = rollout_worker.answer(questions.questions, [samples] * len(questions), sampling, seed)
     asked = [questions.questions[group] for group in batch.group]
-    graded = [
-        Graded(text, question.gold, reward_of(question.reward, reward.function))
-        for text, question in zip(batch.text, asked, strict=True)
-    ]
+    graded = [Graded(text, question.gold, question.reward) for text, question in zip(batch.text, asked, strict=True)]
     verdicts = [
         Verdict(question.source, _key(question), *of_answer)
         for question, *of_answer in zip(

@@ -121,7 +121,7 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
     )
     reward = RewardConfig(function=f"{tmp_path}/reward.py:score", workers=1)
     asked = rollout_worker(ScriptedEngine({0: 1.0, 1: 0.0, 2: 0.5}))
-    overall, by_source = evaluate(asked, question_set(3), 2, Sampling(8), seed=0, reward=reward)
+    overall, by_source = evaluate(asked, question_set(3, reward.function), 2, Sampling(8), seed=0, reward=reward)
     assert (overall.truncated, overall.without_form, overall.without_answer) == (0.0, 0.5, None)
     numbers = metrics(overall, by_source)
     assert (numbers["held_out/low"], numbers["held_out/high"]) == (overall.low, overall.high)

@@ -9,7 +9,7 @@ from exgrpo.train.common.functions import ASSETS, DEFAULT_TASK, find_module, mod
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, read_rows
-from exgrpo.train.reward.names import BUILTIN, resolve_reward
+from exgrpo.train.reward.names import BUILTIN, DEFAULT, resolve_reward
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_new_task_is_one_new_file(new_file):
         ("test 5?", "5", "counting"),
         ("test 6?", "6", "counting"),
     ]
-    assert {row.reward for row in rows} == {""}
+    assert {row.reward for row in rows} == {DEFAULT}
     assert module_names(TASKS, "generate") == ["arithmetic", "colouring", "countdown", "counting"]
 
 

@@ -11,7 +11,7 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config, ExperienceConfig, held_out_sets
 from exgrpo.train.config.recipe import IN_RECIPES, load_recipe, parse_args, read_recipe, to_yaml, validate_stored
 from exgrpo.train.config.section import flat, known_keys
-from exgrpo.train.reward.names import resolve_reward, reward_of
+from exgrpo.train.reward.names import DEFAULT, resolve_reward
 from tests.train.configs import configured
 
 
@@ -44,7 +44,7 @@ def test_an_own_model_is_asked_for_what_its_reward_reads():
     own = parse_args(OWN)
     assert (own.data.train_limit, own.data.test) == (None, None)
     answer = r"So it is \boxed{" + "7}."
-    assert resolve_reward(reward_of("", own.reward.function))(answer, "7") == 1.0
+    assert resolve_reward(own.reward.function or DEFAULT)(answer, "7") == 1.0
     assert own.data.prompt_format.format(question="What is 3 + 4?").startswith("What is 3 + 4?")
     assert r"\boxed{}" in own.data.prompt_format.format(question="")
 

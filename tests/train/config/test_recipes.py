@@ -8,7 +8,7 @@ import yaml
 
 from exgrpo.tools.evaluate.options import defaults
 from exgrpo.train.config.recipe import load_recipe, to_yaml
-from exgrpo.train.reward.names import resolve_reward, reward_of
+from exgrpo.train.reward.names import DEFAULT, resolve_reward
 from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[3] / "recipes"
@@ -131,7 +131,7 @@ def resolved(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_valid_and_repeatable(recipe, tmp_path):
     config = load_recipe(FOLDER / recipe)
-    resolve_reward(reward_of("", config.reward.function))
+    resolve_reward(config.reward.function or DEFAULT)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_recipe(tmp_path / "config.yaml") == config
 

@@ -17,6 +17,9 @@ from exgrpo.train.data import tasks
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
+from exgrpo.train.data.selection import read_sources, reward_name
+from exgrpo.train.reward.contract import Columns
+from exgrpo.train.reward.names import DEFAULT
 from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.data.test_questions import TOKENIZER
@@ -133,6 +136,29 @@ def test_questions_have_the_reward_of_their_rows():
     assert {q.reward for q in load_questions("builtin:arithmetic", TOKENIZER, prompts, limit=2)} == {"math"}
 
 
+@pytest.mark.parametrize(
+    ("brought", "of_source", "for_all", "expected"),
+    [
+        ("", None, None, DEFAULT),
+        ("math", None, None, "math"),
+        ("math", "a.py:f", None, "a.py:f"),
+        ("math", "a.py:f", "b.py:f", "b.py:f"),
+        ("", None, "b.py:f", "b.py:f"),
+    ],
+)
+def test_a_question_has_the_reward_of_all_else_its_sources_else_the_default(
+    tmp_path, brought, of_source, for_all, expected
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    source = "builtin:arithmetic" if brought else str(path)
+    own = [{"source": source, "reward": of_source}] if of_source else []
+    data = {"train": [source], "train_limit": 1, "test": None, "sources": own}
+    config = configured({"data": data, "reward": {"function": for_all}})
+    ((row,),) = read_sources(config, [source], lambda name: Columns(), split="train", limit=1, seed=0)
+    assert row.reward == reward_name(config, source) == expected
+
+
 def of_two(tmp_path, *settings):
     """A run on two sources, of which single ones have settings."""
     for name in ("a", "b"):
@@ -150,7 +176,7 @@ def test_a_source_may_have_a_reward_a_prompt_format_and_stop_strings_of_its_own(
     assert load_recipe(tmp_path / "config.yaml") == config
     with ExitStack() as resources:
         a, b = (row for (row,) in check_startup(config, resources).train)
-        assert [(row.reward, row.columns) for row in (a, b)] == [("", {}), (mine, {"level": 3})]
+        assert [(row.reward, row.columns) for row in (a, b)] == [(DEFAULT, {}), (mine, {"level": 3})]
     for options in (config.data, of_evaluation([tmp_path / "config.yaml"]).data):
         texts = [PromptFormat.of_source(source, options).prompt_format for source in config.data.train]
         assert texts == [config.data.prompt_format, "{question}?"]

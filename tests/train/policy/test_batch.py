@@ -1,17 +1,22 @@
 """Advantages, mini-batches, the schedule of micro-batches, their tensors, and numbers of engine and trainer."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.kernels import group_advantage
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ObjectiveConfig
-from exgrpo.train.policy.batch import IGNORED, MiniBatch, advantages, build_minibatches
+from exgrpo.train.config.replay import Baseline
+from exgrpo.train.policy.batch import IGNORED, MiniBatch, build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
+from exgrpo.train.replay.advantages import fill_advantages, group_advantages
 from exgrpo.train.replay.contract import PRESENT
 from tests.train.batches import Row, make_batch
 
@@ -26,7 +31,7 @@ def with_advantages(*groups: list[Row], **columns) -> StepBatch:
     rows = sum(map(len, groups))
     batch = make_batch(list(enumerate(groups)), **{"learnt": np.ones(rows, bool), **columns})
     batch.fill(ratio_log_prob=batch.old_log_prob)
-    advantages(batch)
+    fill_advantages(batch, ObjectiveConfig())
     return batch
 
 
@@ -49,7 +54,7 @@ def test_rows_with_a_stored_advantage_keep_it_and_do_not_count_in_the_mean():
     batch = with_advantages([row(2, 1.0), row(2, 0.0), *replayed], [row(2, 1.0), row(3, 0.0)])
     np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 0.25, 1 / 3, 0.5, -0.5], atol=1e-7)
     batch.fill(trained=np.array([1]))
-    advantages(batch)
+    fill_advantages(batch, ObjectiveConfig())
     np.testing.assert_array_equal(batch.advantage, [np.nan] * 4 + [0.5, -0.5])
 
 
@@ -179,3 +184,26 @@ def test_numbers_of_a_known_difference():
     assert numbers["kl"] == pytest.approx(-0.5 / 3)
     assert numbers["kl_k3"] == pytest.approx((w - 1 - np.array([0, -0.5, 1.0])).mean())
     assert numbers["ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_advantages_are_those_of_the_kernel_to_the_bit(rows, scale_by_std):
+    group, reward = (np.array(column) for column in zip(*rows, strict=True))
+    options = ObjectiveConfig(scale_by_std=scale_by_std)
+    found = group_advantages(reward, group, np.ones(len(rows)), options, np.float32)
+    reward32, groups = torch.from_numpy(reward.astype(np.float32)), torch.from_numpy(group)
+    np.testing.assert_array_equal(found, group_advantage(reward32, groups, scale_by_std=scale_by_std).numpy())
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=8), st.sampled_from(get_args(Baseline)), st.booleans())
+def test_answers_of_weight_n_count_as_n_answers(rewards, baseline, scale_by_std):
+    """An answer without weight has the advantage that it would have had in their place."""
+    options = ObjectiveConfig(baseline=baseline, scale_by_std=scale_by_std and baseline != "log_mean_exp")
+    whole = group_advantages(np.array(rewards, float), np.zeros(len(rewards), int), np.ones(len(rewards)), options)
+    right = sum(rewards)
+    reward, weight = np.array([1.0, 0.0, *rewards]), np.array([right, len(rewards) - right, *np.zeros(len(rewards))])
+    found = group_advantages(reward, np.zeros(len(reward), int), weight, options)[2:]
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-12)

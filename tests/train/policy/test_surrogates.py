@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig, overlong_penalty
-from exgrpo.train.policy.batch import advantages, build_minibatches
+from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, SurrogateOptions
+from exgrpo.train.replay.advantages import fill_advantages
 from tests.train.batches import Row, make_batch
 
 LENGTHS = (4, 1, 7, 3)
@@ -168,7 +169,7 @@ def test_the_penalty_of_length_is_that_of_trl():
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
     batch = make_batch([(0, [Row(reward) for reward in rewards])])
-    advantages(batch, baseline="leave_one_out")
+    fill_advantages(batch, ObjectiveConfig(baseline="leave_one_out"))
     others = [[*rewards[:i], *rewards[i + 1 :]] for i in range(len(rewards))]
     expected = [r - np.mean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
     assert batch.advantage == pytest.approx(expected, abs=1e-5)
@@ -177,7 +178,7 @@ def test_leave_one_out_is_the_reward_less_the_mean_of_the_others(rewards):
 @given(st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=5), min_size=1, max_size=3), st.floats(1e-3, 1e3))
 def test_the_value_of_regressions_is_between_the_mean_and_the_best_reward(rewards, beta1):
     batch = make_batch([(question, [Row(reward) for reward in of_group]) for question, of_group in enumerate(rewards)])
-    advantages(batch, baseline="log_mean_exp", beta1=beta1)
+    fill_advantages(batch, ObjectiveConfig(baseline="log_mean_exp", beta1=beta1))
     for group, of_group in enumerate(map(np.array, rewards)):
         value = of_group - batch.advantage[batch.group == group]
         best = of_group.max()  # taken out, so that the exponentials are finite
@@ -191,8 +192,8 @@ def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, basel
     rng = np.random.default_rng(0)
     groups = [[Row(float(rng.integers(2)), range(n), rng.normal(-2, 1, n)) for n in (3, 1, 4)] for _ in range(2)]
     batch = make_batch(list(enumerate(groups)), learnt=np.ones(6, bool))
-    advantages(batch, baseline=baseline)
-    objective = ObjectiveConfig(surrogate="coupled", normalize="answer", entropy_coef=0, beta2=beta2)
+    objective = ObjectiveConfig(surrogate="coupled", normalize="answer", entropy_coef=0, beta2=beta2, baseline=baseline)
+    fill_advantages(batch, objective)
     (minibatch,) = build_minibatches(batch, 1, rng, objective, 9, all_rows=True)
     moved = rng.normal(0, 0.5, len(batch.token)).astype(np.float32)
     batch.fill(log_prob=batch.old_log_prob)

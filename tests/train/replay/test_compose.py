@@ -44,7 +44,7 @@ def settled(replay: Replay, of_step: dict[int, int], size: int, step: int) -> tu
     """What is trained on of a graded step: groups with fresh answers, and those of stored ones alone."""
     batch = graded(of_step, step)
     replay.take_in(batch, step)
-    return split(replay.settle(batch, np.arange(batch.groups), size, step), len(of_step))
+    return split(replay.settle(batch, size, step), len(of_step))
 
 
 def split(batch: StepBatch, asked: int) -> tuple[list[StepBatch], list[StepBatch]]:

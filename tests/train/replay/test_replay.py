@@ -87,7 +87,19 @@ def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
     replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
     batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
     replay.take_in(batch, 2)
-    settled = replay.settle(batch, np.array([1, 4, 3, 2]), 5, 2)
+    settled = replay.settle(batch, 5, 2, among=np.array([1, 4, 3, 2]))
     assert settled.question.tolist() == [0, 1, 2, 3, 4, 8]
     assert settled.trained.tolist() == [4, 2, 3, 5]
     assert settled.token[: len(batch.token)].tolist() == batch.token.tolist()
+
+
+@pytest.mark.parametrize(("multiple", "expected"), [(1, 2), (3, 3), (5, 5), (7, 0)])
+def test_refills_ask_as_many_questions_as_groups_lack_a_gradient(multiple, expected):
+    """Up to a multiple, and down where only 5 questions are left."""
+    replay = Replay(Setting(ExperienceConfig(), 2), 9, seed=0)
+    batch = make_batch([group(q, [1.0, q % 2], step=1) for q in range(4)])
+    more = replay.refill(batch, 4, 1, multiple)
+    assert len({one.question for one in more} - set(range(4))) == len(more) == expected
+    assert replay.refill(batch, 2, 1) == []
+    for refilled, trained in ((True, [0, 2]), (False, [0, 1, 2, 3])):
+        assert replay.settle(batch, 4, 1, refilled=refilled).trained.tolist() == trained

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import beside, resolve_key, reward_of
+from exgrpo.train.reward.names import beside, resolve_key
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
 from tests.train.fakes import LoneWorld
@@ -64,14 +64,6 @@ def grade(grader, *answers):
     for response, gold, reward in answers:
         grading.add(response, gold, reward=reward)
     return grading.finish()
-
-
-@pytest.mark.parametrize(
-    ("own", "for_all", "expected"),
-    [("", None, "math_no_think"), ("math", None, "math"), ("math", "a.py:f", "a.py:f"), ("", "a.py:f", "a.py:f")],
-)
-def test_a_question_has_the_reward_of_all_else_its_own_else_the_default(own, for_all, expected):
-    assert reward_of(own, for_all) == expected
 
 
 def test_each_answer_is_graded_by_the_reward_that_is_named(grader, mine):

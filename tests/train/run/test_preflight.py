@@ -80,7 +80,7 @@ def result(tmp_path, *, rewards=None, form=None, whole=40, count=40, name="score
     if form:
         asked.decode = lambda ids: f"{ids[0]} " + ("boxed" if ids[0] - 100 in form else "plain")
     config = configured({"reward": {"function": f"{tmp_path}/reward.py:{name}"}, "data": {"sources": sources}})
-    return preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8), end)
+    return preflight(config, asked, question_set(count, config.reward.function).questions, Sampling(max_tokens=8), end)
 
 
 def test_it_counts_what_became_of_one_answer_to_each_of_the_first_questions(tmp_path):
@@ -181,7 +181,9 @@ def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_pat
     asked.decode = lambda ids: texts.get(ids[0], "\\boxed{silver}")
     config = configured({"reward": {"function": "math_no_think", "form": "boxed"}})
     with Grader.of(["math_no_think"], config.reward) as asked.grader:
-        found, problem = preflight(config, asked, question_set(40).questions, Sampling(max_tokens=8))
+        found, problem = preflight(
+            config, asked, question_set(40, config.reward.function).questions, Sampling(max_tokens=8)
+        )
     told = (
         "7 of 32 answers hold the right value in <answer> tags, where math_no_think does not look; reward.form=tags "
         "reads them there"
@@ -197,7 +199,9 @@ def test_right_values_that_an_own_reward_does_not_read_are_told(tmp_path):
     asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
     asked.grader, asked.decode = ScriptedGrader(lambda text: 0.0), lambda ids: f"{ids[0]}\n#### 12"
     config = configured({"reward": {"function": f"{tmp_path}/reward.py:formless"}})
-    questions = [dataclasses.replace(question, gold="12") for question in question_set(4).questions]
+    questions = [
+        dataclasses.replace(question, gold="12") for question in question_set(4, config.reward.function).questions
+    ]
     _, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
     assert 'but 4 of 4 answers hold the right value in "#### 12", where ' in problem
     assert "reward.py:formless does not look, or ask for the form that is read in data.prompt_format" in problem
@@ -210,9 +214,10 @@ def graded(tmp_path, name, count=4):
     engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
     engine.whole = count
     asked = rollout_worker(engine)
-    asked.reward = config.reward.function
-    with Grader.of([asked.reward], config.reward) as asked.grader:
-        return *preflight(config, asked, question_set(count).questions, Sampling(max_tokens=8)), asked
+    with Grader.of([config.reward.function], config.reward) as asked.grader:
+        return *preflight(
+            config, asked, question_set(count, config.reward.function).questions, Sampling(max_tokens=8)
+        ), asked
 
 
 @pytest.mark.parametrize(
