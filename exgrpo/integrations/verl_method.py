@@ -26,6 +26,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.integrations.trl_replay import question_text
     from exgrpo.train.common.distributed import ALONE
     from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.functions import Needs, Term
     from exgrpo.train.common.records import TokenIds
     from exgrpo.train.common.step_batch import Floats, StepBatch
     from exgrpo.train.config.objective import SURROGATES
@@ -36,7 +37,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.policy.batch import IGNORED, MicroBatch
     from exgrpo.train.policy.loss import LossSettings, LossTerms, loss_of_log_probs
     from exgrpo.train.replay import rules
-    from exgrpo.train.replay.contract import PRESENT, Term
+    from exgrpo.train.replay.contract import PRESENT
     from exgrpo.train.replay.rehearsal import rehearse
     from exgrpo.train.reward.worker import hashed
     from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
@@ -137,7 +138,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
     }
     options = unfinished(merged(method, of_verl), KEY)
     surrogate, experience = options.objective.surrogate, options.experience
-    if getattr(SURROGATES.find(surrogate), "coupled", False):
+    if Needs.of(SURROGATES.find(surrogate)).coupled:
         raise ConfigError(
             f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, "
             "but verl takes several at once; use oapl"
@@ -218,7 +219,7 @@ def replay_loss(
     without["advantages"] = torch.zeros_like(advantage)
     assign_non_tensor_data(without, "global_batch_size", data["rows"])
     loss, metrics = ppo_loss(config, model_output, without, dp_group)
-    all_rows, length = getattr(settings.surrogate, "all_rows", False), own.sum(1)
+    all_rows, length = Needs.of(settings.surrogate).all_rows, own.sum(1)
     target = torch.where(own, 0, IGNORED)  # token ids are not used: the log-probs are given
     rows = MicroBatch(
         *(target, target, int(length.sum())),
@@ -244,7 +245,7 @@ def solution_keys(extras: Sequence[Mapping[str, Any]], admit: str) -> list[int]:
 
     Raise ConfigError if `admit` compares answers by keys and no reward has one.
     """
-    if not any(SOLUTION in one for one in extras) and getattr(rules.find("admit", admit), "distinct", None) == "key":
+    if not any(SOLUTION in one for one in extras) and Needs.of(rules.find("admit", admit)).distinct == "key":
         raise ConfigError(
             f"{KEY}: experience.admit={admit!r}: compares answers by the keys of their solutions; let "
             f"reward.custom_reward_function return a dict with score and {SOLUTION!r}, or use successes"

@@ -40,6 +40,7 @@ with needs(__name__, *PACKAGES):
 
     from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, refill, save_replay
     from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.functions import Needs
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
@@ -320,7 +321,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
         taught = nested["advantages"].values() * nested["weights"].values()
-        if not (getattr(self.loss.surrogate, "all_rows", False) or taught.any()):
+        if not (Needs.of(self.loss.surrogate).all_rows or taught.any()):
             self._trained = 0
         return result
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
@@ -113,7 +114,7 @@ class Trainer:
         self.replay = Replay(
             setting, len(self.questions), config.seed, success_option="reward.success", mixture=mixture
         )
-        self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
         self.anchored = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
@@ -283,7 +284,7 @@ class Trainer:
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
         """Those of all passes."""
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
-        count, all_rows = optimizer.minibatches, getattr(self.surrogate, "all_rows", False)
+        count, all_rows = optimizer.minibatches, self.needs.all_rows
         return [
             minibatch
             for _ in range(optimizer.passes)
@@ -303,7 +304,7 @@ class Trainer:
         for minibatch in taught:
             asked = keep_scores and not updates
             minibatch.refer_to(None if asked else batch, anchored=self.anchored)
-            if getattr(self.surrogate, "coupled", False):
+            if self.needs.coupled:
                 rows = minibatch.batch
                 moved = updates or self.anchored or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob

@@ -10,7 +10,9 @@ from exgrpo.train.config.replay import KINDS, Baseline
 from exgrpo.train.config.section import Section
 
 Band = Literal["all", "easy", "medium", "hard"]
-SURROGATES = Functions("exgrpo.train.policy.surrogate", "objective.surrogate")
+SURROGATES = Functions(
+    "exgrpo.train.policy.surrogate", "objective.surrogate", ("fused", "bounds_weights", "all_rows", "coupled")
+)
 Bound = Annotated[float, Field(ge=0, le=1e6)]
 Bounds = tuple[Bound, Bound]
 CorrectionName = Literal["tis", "token_mask", "sequence_tis", "sequence_mask", "geometric_mask"]

@@ -16,10 +16,12 @@ Baseline = Literal["mean", "leave_one_out", "log_mean_exp"]
 Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.replay"
 KINDS: dict[Kind, Functions] = {
-    "admit": Functions(f"{PACKAGE}.admit", "experience.admit"),
+    "admit": Functions(f"{PACKAGE}.admit", "experience.admit", ("distinct", "scores")),
     "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
-    "compose": Functions(f"{PACKAGE}.compose", "experience.compose"),
-    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
+    "compose": Functions(
+        f"{PACKAGE}.compose", "experience.compose", ("settle", "alone", "fills", "in_place", "keeps_groups")
+    ),
+    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh", ("term", "present")),
     "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
 }
 """Functions of a replay method by kind; `exgrpo.train.replay.rules` finds and checks them."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
+from exgrpo.train.common.functions import Needs, Term
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
 from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, Surrogate, SurrogateOptions
 from exgrpo.train.policy.surrogate import clipped
-from exgrpo.train.replay.contract import Term
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LossSettings:
     @property
     def bounds_weights(self) -> bool:
         """Whether clipped tokens have a gradient, too."""
-        return getattr(self.surrogate, "bounds_weights", False)
+        return Needs.of(self.surrogate).bounds_weights
 
     def terms(self, minibatch: MiniBatch, *, clip: bool, term: Term) -> "LossTerms":
         """Those of a mini-batch; `term` is that of replayed tokens.
@@ -97,7 +97,7 @@ class LossTerms:
     @property
     def fused(self) -> bool:
         """Whether `linear_policy_loss` computes this loss."""
-        return getattr(self.settings.surrogate, "fused", False) and self.kl_coef == 0
+        return Needs.of(self.settings.surrogate).fused and self.kl_coef == 0
 
 
 def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> PolicyLoss:

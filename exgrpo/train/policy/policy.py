@@ -17,6 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as, shown
+from exgrpo.train.common.functions import Term
 from exgrpo.train.common.records import Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
@@ -49,7 +50,6 @@ from exgrpo.train.policy.states import (
     save_training,
 )
 from exgrpo.train.policy.update import Tally, UpdateStats
-from exgrpo.train.replay.contract import Term
 
 LOG_PROB_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Mean difference of log-probs, in nats, below which two ways to compute them are taken to give the same."""

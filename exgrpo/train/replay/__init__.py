@@ -6,12 +6,12 @@ all. A method is five functions, by name of a module each: `admit`, `prioritise`
 options.
 """
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.config.replay import ExperienceConfig, Setting
 from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
-from exgrpo.train.replay.rules import needs
 from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 __all__ = [

@@ -7,12 +7,12 @@ says `needs(scores=True)` may read the scores of fresh rows, which are computed 
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.replay import Setting
 from exgrpo.train.replay.difficulty import count_successes
-from exgrpo.train.replay.rules import needs
 
 
 @needs(distinct="response")

@@ -8,13 +8,14 @@ import dataclasses
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.common.success import EPSILON
 from exgrpo.train.replay.contract import PlannedGroup
-from exgrpo.train.replay.rules import needs
 from exgrpo.train.replay.supply import Supply, draw_groups, groups_at, with_stored
 
 
+@needs(in_place=True, keeps_groups=True)
 def mixed(supply: Supply) -> list[PlannedGroup]:
     """n = min(floor(rho B), |E|) groups of K - R fresh and R replayed answers, and B - n of K fresh ones.
 
@@ -32,6 +33,7 @@ def mixed(supply: Supply) -> list[PlannedGroup]:
     return [*supply.fresh(supply.batch - len(drawn), without=drawn), *groups]
 
 
+@needs(in_place=True, keeps_groups=True)
 def traced(supply: Supply) -> list[PlannedGroup]:
     """B groups of K answers, of which the first floor(rho B) have R stored ones, as far as there are.
 
@@ -130,6 +132,7 @@ def _with_returning(supply: Supply, asked: int, most: int) -> list[PlannedGroup]
     return [*supply.fresh(asked - len(back), without=drawn), *back]
 
 
+@needs(keeps_groups=True)
 def again(supply: Supply) -> list[PlannedGroup]:
     """B groups of K fresh answers; at most floor(rho B) of the prompts come back (prompt replay, arXiv 2603.21177)."""
     return _with_returning(supply, supply.batch, supply.share(supply.batch))

@@ -19,16 +19,14 @@ Each check takes what a function gave and what it was called with, and returns a
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.errors import shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.replay.candidates import Expired, Priority, Units
 
-Term = Literal["shaped", "ratio", "clipped"]
-Present = Literal["values", "reference"]
 PRESENT = np.float32(np.inf)
 """In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
 
@@ -85,22 +83,6 @@ class WeighOptions:
 
 
 Weigh = Callable[[StepBatch, WeighOptions], Weighed]
-
-
-def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | None]:
-    """The term of replayed tokens that a function `weigh` declares, and what it asks of the present policy.
-
-    Raises:
-        ConfigError: there is no such term, or nothing of that name to ask for.
-    """
-    term: Any = getattr(function, "term", "shaped")
-    present: Any = getattr(function, "present", None)
-    for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
-        if value not in known and not (need == "present" and value is None):
-            raise ConfigError(
-                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs; there are {', '.join(known)}"
-            )
-    return term, present
 
 
 def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import Setting
@@ -65,8 +66,8 @@ class ExperienceMemory:
         self.table = Table(questions, options.folder)
         self._counts = deviation_counts if options.bucket_by == "reward_deviation" else success_counts
         self._admit = rules.find("admit", options.admit)
-        self._distinct = getattr(self._admit, "distinct", None)
-        self.admits_by_scores: bool = getattr(self._admit, "scores", False)
+        self._distinct = Needs.of(self._admit).distinct
+        self.admits_by_scores = Needs.of(self._admit).scores
         # Plain GRPO stores nothing and retires nothing.
         self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
@@ -92,7 +93,8 @@ class Replay:
         self._rule = RULES[self.config.trajectory]
         self._prioritise = rules.find("prioritise", self.config.prioritise)
         self._compose = rules.find("compose", self.config.compose)
-        self._settle = getattr(self._compose, "settle", None)
+        self._settle = Needs.of(self._compose).settle
+        self._settles_by_scores = Needs.of(self._settle).scores
 
     @property
     def active(self) -> bool:
@@ -112,7 +114,7 @@ class Replay:
     @property
     def needs_scores(self) -> bool:
         """Whether a function of the method reads the scores of the fresh answers of a step."""
-        return (self.active and self.memory.admits_by_scores) or getattr(self._settle, "scores", False)
+        return (self.active and self.memory.admits_by_scores) or self._settles_by_scores
 
     def _supply(self, batch: int, step: int) -> Supply:
         ratio = self.config.ratio if self.active and step > self._opened else 0.0
@@ -191,7 +193,7 @@ class Replay:
             batch.fill(trained=among)
             return batch
         graded = batch.of_groups(among)
-        graded = graded if getattr(self._settle, "scores", False) else graded.without(*SCORES)
+        graded = graded if self._settles_by_scores else graded.without(*SCORES)
         settled = self._settle(graded, self._supply(size, step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]
         numbers = iter(range(batch.groups, batch.groups + len(late)))

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.options import Config
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.contract import PRESENT, Weigh, WeighOptions, declared
+from exgrpo.train.replay.contract import PRESENT, Weigh, WeighOptions
 
 ScoreRows = Callable[[StepBatch], Floats]
 """The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
@@ -33,7 +34,8 @@ class Weigher:
 
     def __init__(self, objective: ObjectiveConfig, success: float, score: ScoreRows, *, one_update: bool) -> None:
         self._weigh: Weigh = rules.find("weigh", objective.weigh)
-        self.term, self._present = declared(self._weigh, objective.weigh)
+        self._needs = Needs.of(self._weigh)
+        self.term = self._needs.term
         self._one_update = one_update
         self._score = score
         self._options = WeighOptions(success, objective.second_moment, objective.trigger, objective.coefficient)
@@ -63,8 +65,8 @@ class Weigher:
     def _read(self, replayed: StepBatch) -> StepBatch:
         """With the log-probs of the policy before the update where the function needs them, and only there."""
         replayed = replayed.without("log_prob", "entropy")
-        if self._present == "reference" and self._one_update:
+        if self._needs.present == "reference" and self._one_update:
             replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
-        elif self._present is not None:
+        elif self._needs.present:
             replayed.fill(log_prob=self._score(replayed))
         return replayed

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.replay.contract import PRESENT, Weighed, WeighOptions
-from exgrpo.train.replay.rules import needs
 
 MOST = 20.0
 """Log-ratios count as at most this much, as in the kernels."""

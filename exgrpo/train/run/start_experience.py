@@ -13,6 +13,7 @@ import numpy as np
 
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
 from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.common.success import is_success
@@ -207,7 +208,7 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     rows = agree(run.world, lambda: _read(run, encoding, started))
     _check_alike(run.world, rows, started)
     _grade(run, rows, started)
-    rows = _distinct(rows, getattr(rules.find("admit", setting.options.admit), "distinct", None), started)
+    rows = _distinct(rows, Needs.of(rules.find("admit", setting.options.admit)).distinct, started)
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
     origins = {

@@ -138,19 +138,68 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
 
 
 @pytest.mark.parametrize(
-    ("need", "message"),
+    ("kind", "need", "message"),
     [
-        ('term="clipt"', "unknown term 'clipt' in @needs; there are shaped, ratio, clipped"),
-        ('present="value"', "unknown present 'value' in @needs; there are values, reference"),
+        ("weigh", 'term="clipt"', "@needs: term is one of 'shaped', 'ratio', 'clipped', and not 'clipt' (own.py, line"),
+        (
+            "weigh",
+            'present="value"',
+            "@needs: present is one of None, 'values', 'reference', and not 'value' (own.py, l",
+        ),
+        (
+            "weigh",
+            'distinct="key"',
+            "weigh: @needs(distinct=...) has no meaning for this kind of function: there are ter",
+        ),
+        (
+            "admit",
+            'distinct="respnse"',
+            "@needs: distinct is one of None, 'response', 'key', and not 'respnse' (own.py",
+        ),
+        ("admit", "scroes=True", "@needs: unknown name 'scroes'; did you mean 'scores'? (own.py, line"),
+        ("admit", 'scores="yes"', "@needs: scores is one of False, True, and not 'yes' (own.py, line"),
+        ("admit", "xyz=True", "@needs: unknown name 'xyz'; there are distinct, scores, settle, "),
+        ("compose", 'settle="settle"', "@needs: settle is a function, and not 'settle' (own.py, line"),
+        (
+            "settle",
+            "alone=True",
+            "settle: @needs(alone=...) has no meaning for this kind of function: there are scores",
+        ),
+        (
+            "prioritise",
+            "scores=True",
+            "@needs(scores=...) has no meaning for this kind of function: there is nothing to",
+        ),
     ],
 )
-def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
-    own.write_text(OWN.replace('term="ratio"', need))
-    values = {"objective": {"weigh": f"{own}:weigh"}}
+def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, kind, need, message):
+    own.write_text(re.sub(rf"(@needs.*\n)?def {kind}\(", f"@needs({need})\ndef {kind}(", OWN))
+    values = places(own)
     for refuse in (lambda: startup_checks.check_method(configured(values)), lambda: make(half(12), **values)):
         with pytest.raises(ConfigError) as error:
             refuse()
-        assert str(error.value) == f"objective.weigh {own}:weigh: {message}"
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        ("all_row=True", "@needs: unknown name 'all_row'; did you mean 'all_rows'? (own.py, line 3)"),
+        (
+            "scores=True",
+            "@needs(scores=...) has no meaning for this kind of function: there are fused, bounds_weights, ",
+        ),
+    ],
+)
+def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_path, surrogate, message):
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"from exgrpo.train.common.functions import needs\n\n@needs({surrogate})\ndef own(tokens, options):\n    pass\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        startup_checks.check_surrogate(configured({"objective": {"surrogate": f"{path}:own"}}))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
