@@ -17,6 +17,7 @@ with needs(__name__, "exgrpo[trl]"):
 
     from exgrpo.train.common.errors import ConfigError
     from exgrpo.train.common.functions import Needs
+    from exgrpo.train.config.objective import MethodOptions
     from exgrpo.train.config.options import (
         ExperienceConfig,
         ObjectiveConfig,
@@ -128,6 +129,12 @@ class ExGRPOConfig(GRPOConfig):
         values = {name: value for name, value in self._values(ObjectiveConfig).items() if name not in own}
         return _section(ObjectiveConfig, {**values, "beta": self.replay_beta})
 
+    @property
+    def method(self) -> MethodOptions:
+        """Options that the functions of a method read, those of TRL among them."""
+        objective = self.objective.model_copy(update={"scale_by_std": self.scale_rewards == "group"})
+        return MethodOptions(self.experience, self.num_generations, self.success, objective, self.temperature)
+
     def _values(self, section: type[Section]) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name in section.model_fields}
 
@@ -151,7 +158,7 @@ def check(options: ExGRPOConfig) -> None:
         )
     if beyond := beyond_kernel(options):
         raise ConfigError(f"{', '.join(beyond)}: not part of the objective with replay; leave it at its default")
-    _check_method(options, options.experience, options.objective)
+    _check_method(options)
 
 
 def check_arguments(given: Mapping[str, Any]) -> list[int]:
@@ -193,19 +200,20 @@ def in_place_of_turns(acting: str, compose: str) -> str:
     )
 
 
-def _check_method(options: ExGRPOConfig, experience: ExperienceConfig, objective: ObjectiveConfig) -> None:
-    if _needs("admit", experience.admit).distinct == "key":
+def _check_method(options: ExGRPOConfig) -> None:
+    method = options.method  # which checks the values
+    if _needs("admit", options.admit).distinct == "key":
         raise ConfigError(
             f"admit={options.admit!r}: compares answers by the keys of their solutions, which rewards in TRL do not "
             "return; use admit='successes'"
         )
-    compose = _needs("compose", experience.compose)
+    compose = _needs("compose", options.compose)
     if options.refills and compose.fills:
         raise ConfigError(
             f"refills={options.refills}: replaces groups without a gradient by further questions, and "
             f"compose={options.compose!r} puts stored groups there; leave one of them out"
         )
-    rehearse(experience, objective, options.num_generations, options.success)
+    rehearse(method)
     if compose.keeps_groups and options.advantage == "group" and not options.refills:
         return
     of_whole = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}

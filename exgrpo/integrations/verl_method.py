@@ -29,13 +29,14 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.common.functions import Needs, Term
     from exgrpo.train.common.records import TokenIds
     from exgrpo.train.common.step_batch import Floats, StepBatch
-    from exgrpo.train.config.objective import SURROGATES
+    from exgrpo.train.config.objective import SURROGATES, MethodOptions
     from exgrpo.train.config.options import Config
     from exgrpo.train.config.recipe import merged, read_recipe, unfinished
     from exgrpo.train.config.section import flat
     from exgrpo.train.data.questions import Question
     from exgrpo.train.policy.batch import IGNORED, MicroBatch
-    from exgrpo.train.policy.loss import LossSettings, LossTerms, loss_of_log_probs
+    from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
+    from exgrpo.train.policy.ratios import Surrogate
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.contract import PRESENT
     from exgrpo.train.replay.rehearsal import rehearse
@@ -148,7 +149,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
             f"{KEY}: experience.admit='nothing': compose={experience.compose!r} then waits for answers of "
             "experience.start: set that, or admit successes"
         )
-    rehearse(experience, options.objective, options.rollout.samples, options.reward.success)
+    rehearse(options.method)
     return options
 
 
@@ -192,7 +193,14 @@ def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Te
 
 
 def replay_loss(
-    config: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any = None, *, settings: LossSettings, term: Term
+    config: Any,
+    model_output: dict[str, Tensor],
+    data: Any,
+    dp_group: Any = None,
+    *,
+    options: MethodOptions,
+    surrogate: Surrogate,
+    term: Term,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute verl's `ppo_loss` of a micro-batch with the objective of `exgrpo.train`, aggregated as in verl.
 
@@ -219,7 +227,7 @@ def replay_loss(
     without["advantages"] = torch.zeros_like(advantage)
     assign_non_tensor_data(without, "global_batch_size", data["rows"])
     loss, metrics = ppo_loss(config, model_output, without, dp_group)
-    all_rows, length = Needs.of(settings.surrogate).all_rows, own.sum(1)
+    all_rows, length = Needs.of(surrogate).all_rows, own.sum(1)
     target = torch.where(own, 0, IGNORED)  # token ids are not used: the log-probs are given
     rows = MicroBatch(
         *(target, target, int(length.sum())),
@@ -230,7 +238,7 @@ def replay_loss(
         active=int(length.sum()),
         weight=weight if all_rows else None,
     )
-    terms = LossTerms(settings, normalizer=1.0, bounded=data["clip"], term=term)
+    terms = LossTerms(options, 1.0, bounded=data["clip"], term=term, surrogate=surrogate)
     result = loss_of_log_probs(LogProb(log_prob, torch.zeros_like(log_prob)), rows, terms)
     policy = agg_loss(result.loss[None, None], own.new_ones(1, 1), config.loss_agg_mode, **config.global_batch_info)
     clipped = float(result.clipped.sum() / length.sum().clamp(min=1))

@@ -45,8 +45,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
     from exgrpo.train.policy.batch import advantages
-    from exgrpo.train.policy.loss import LossSettings
-    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting, replay_metrics
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
     from exgrpo.train.replay.replayed import Weigher
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
@@ -81,7 +80,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
         self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
-        self.loss = LossSettings(self.options.objective, SURROGATES.find(self.options.objective.surrogate))
+        self.surrogate = SURROGATES.find(self.options.objective.surrogate)
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
@@ -94,13 +93,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         rows = distinct_rows(getattr(self.train_dataset, "dataframe", self.train_dataset))
         if len(rows) < len(self.train_dataset):
             self._merge(rows)
-        options, objective = self.options, self.options.objective
-        setting = Setting(
-            *(options.experience, options.rollout.samples, options.reward.success),
-            *(objective.scale_by_std, objective.baseline, objective.beta1),
-        )
-        option = "exgrpo.reward.success"
-        self.replay = Replay(setting, len(self.train_dataset), options.seed, success_option=option)
+        method, seed, option = self.options.method, self.options.seed, "exgrpo.reward.success"
+        self.replay = Replay(method, len(self.train_dataset), seed, success_option=option)
 
     def _merge(self, rows: list[int]) -> None:
         """Keep one row per question, and count steps per epoch in questions."""
@@ -119,7 +113,8 @@ class ExGRPOTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """Set the workers' loss, and fill the experience of a new run."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        loss = partial(replay_loss, config=actor, settings=self.loss, term=self.weigher.term)
+        options, surrogate = self.options.method, self.surrogate
+        loss = partial(replay_loss, config=actor, options=options, surrogate=surrogate, term=self.weigher.term)
         self.actor_rollout_wg.set_loss_fn(loss)
         if not self.global_steps and (started := begin(self)):
             print(started, flush=True)
@@ -294,10 +289,10 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Replace verl's advantages and old log-probs by those of `exgrpo.train`."""
         result = super()._compute_advantage(batch, metrics)
-        whole, setting, objective = self._batch, self.replay.setting, self.options.objective
+        whole, objective = self._batch, self.options.objective
         if not self._trained:
             return result
-        advantages(whole, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        advantages(whole, scale_by_std=objective.scale_by_std, baseline=objective.baseline, beta1=objective.beta1)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
@@ -321,7 +316,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
         taught = nested["advantages"].values() * nested["weights"].values()
-        if not (Needs.of(self.loss.surrogate).all_rows or taught.any()):
+        if not (Needs.of(self.surrogate).all_rows or taught.any()):
             self._trained = 0
         return result
 

@@ -29,7 +29,6 @@ from exgrpo.train.replay import (
     PlannedGroup,
     Replay,
     ReplayState,
-    Setting,
     numbers_of,
     planned_from,
     replay_metrics,
@@ -102,17 +101,9 @@ class Trainer:
             stop=Stops(config.rollout.stop, rollout_worker.decode),
             **config.rollout.cut,
         )
-        setting = Setting(
-            config.experience,
-            config.rollout.samples,
-            config.reward.success,
-            scale_by_std=config.objective.scale_by_std,
-            baseline=config.objective.baseline,
-            beta1=config.objective.beta1,
-        )
         mixture = Mixture(questions.sizes, weights) if weights else None
         self.replay = Replay(
-            setting, len(self.questions), config.seed, success_option="reward.success", mixture=mixture
+            config.method, len(self.questions), config.seed, success_option="reward.success", mixture=mixture
         )
         self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
         self.anchored = config.objective.anchor == "start"
@@ -227,8 +218,8 @@ class Trainer:
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
-        setting, objective = self.replay.setting, self.config.objective
-        advantages(batch, scale_by_std=setting.scale_by_std, baseline=setting.baseline, beta1=setting.beta1)
+        objective = self.config.objective
+        advantages(batch, scale_by_std=objective.scale_by_std, baseline=objective.baseline, beta1=objective.beta1)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))

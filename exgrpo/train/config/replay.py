@@ -1,6 +1,5 @@
-"""Options of replay, and the frozen view of them that functions of a replay method get."""
+"""Options of the experience."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -131,24 +130,3 @@ class ExperienceConfig(Section):
         """Functions of `expire`, including those implied by a limit."""
         implied = [name for name, limit in LIMITS.items() if getattr(self, limit) is not None]
         return (*self.expire, *(name for name in implied if name not in self.expire))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Options that functions of a replay method may use.
-
-    Attributes:
-        options: options of the experience.
-        samples: K, answers per question.
-        success: reward from which on an answer is a success.
-        scale_by_std: divide advantages by the standard deviation of their group.
-        baseline: baseline of an answer's reward, as `objective.baseline`.
-        beta1: parameter of the baseline log_mean_exp.
-    """
-
-    options: ExperienceConfig
-    samples: int
-    success: float = 1.0
-    scale_by_std: bool = False
-    baseline: Baseline = "mean"
-    beta1: float = 1.0

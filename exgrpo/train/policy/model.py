@@ -108,11 +108,11 @@ class PolicyModel(nn.Module):
             counts=(batch.targets, batch.active),
             weight_grad=getattr(head.weight, "main_grad", None),
             backend=self.backend,
-            **self.logit_map.options(terms.settings.temperature),
+            **self.logit_map.options(terms.options.temperature),
         )
 
     def _composed_loss(self, batch: MicroBatch, terms: LossTerms, head: HeadInputs) -> PolicyLoss:
-        return loss_of_log_probs(self._log_prob(batch, terms.settings.temperature, head), batch, terms)
+        return loss_of_log_probs(self._log_prob(batch, terms.options.temperature, head), batch, terms)
 
 
 def load_model(config: Config, source: ModelSource) -> PreTrainedModel:

@@ -37,7 +37,7 @@ from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.flops import EXPERTS
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
-from exgrpo.train.policy.loss import LossSettings
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel, compile_layers, dense, layers_of, load_model
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import (
@@ -71,8 +71,8 @@ class Policy:
         self.budget = config.pass_tokens
         self.temperature = config.rollout.temperature
         # A surrogate is looked for once: one of a user's own may keep a state.
-        surrogate = SURROGATES.find(config.objective.surrogate)
-        self.loss = LossSettings(config.objective, surrogate, self.temperature, world.size)
+        self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.method = config.method
         whole = world.size == 1
         if config.lora.quantised != "none" and not whole:
             raise ConfigError(
@@ -217,7 +217,7 @@ class Policy:
         number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept
         if asked.
         """
-        terms = self.loss.terms(minibatch, clip=clip, term=term)
+        terms = LossTerms.of(minibatch, self.method, self.surrogate, ranks=self.world.size, clip=clip, term=term)
         plan = self.layout.plan(minibatch.batch, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.kernels.objective import MAX_LOG_RATIO, bounded_ratio
+from exgrpo.train.config.objective import Bounds, MethodOptions
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": torch.neg,
@@ -49,6 +50,7 @@ class RatioTokens:
         advantage: [T].
         lengths: [N] int64, tokens of each answer.
         weight: [T] of the objective, where the advantage does not have it; else 1.
+        bounds: of ratios, (1 - eps_low, 1 + eps_high); None: ratios are not clipped in this step.
     """
 
     log_prob: Tensor
@@ -56,6 +58,7 @@ class RatioTokens:
     advantage: Tensor
     lengths: Tensor
     weight: Tensor
+    bounds: Bounds | None = None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -95,28 +98,13 @@ class Objective:
     clipped: Tensor
 
 
-@dataclass(frozen=True)
-class SurrogateOptions:
-    """What a surrogate may look at besides the tokens.
-
-    Attributes:
-        bounds: of ratios, (1 - eps_low, 1 + eps_high); None: they have none.
-        dual_clip: ratio beyond which a failure pushes a token no further away.
-        beta2: factor of an answer's log-ratio.
-    """
-
-    bounds: tuple[float, float] | None
-    dual_clip: float = 3.0
-    beta2: float = 1e-3
+Surrogate = Callable[[RatioTokens, MethodOptions], Objective]
 
 
-Surrogate = Callable[[RatioTokens, SurrogateOptions], Objective]
-
-
-def clip(ratio: Tensor, advantage: Tensor, options: SurrogateOptions) -> tuple[Tensor, Tensor]:
+def clip(ratio: Tensor, advantage: Tensor, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
     """min(w A, clip(w) A) and where the bound was the smaller one; any shape."""
     value = ratio * advantage
-    if options.bounds is None:
+    if bounds is None:
         return value, torch.zeros_like(value, dtype=torch.bool)
-    bounded = ratio.clamp(*options.bounds) * advantage
+    bounded = ratio.clamp(*bounds) * advantage
     return torch.minimum(value, bounded), bounded < value

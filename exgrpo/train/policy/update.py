@@ -16,6 +16,7 @@ import torch
 from exgrpo.kernels import PolicyLoss
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.common.distributed import World
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Floats
 from exgrpo.train.policy.batch import MicroBatch
@@ -72,7 +73,7 @@ class Tally:
         ratio = result.ratio.double()
         weight = ratio if self.terms.beta is None else ratio / (ratio + self.terms.beta)
         clipped = result.clipped != 0
-        lost = clipped & (not self.terms.settings.bounds_weights)
+        lost = clipped & (not Needs.of(self.terms.surrogate).bounds_weights)
         zero = ratio.new_zeros(())
         teaching = batch.advantage if batch.weight is None else batch.weight
         learns = active & (teaching != 0) & ~lost

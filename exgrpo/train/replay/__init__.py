@@ -7,7 +7,8 @@ options.
 """
 
 from exgrpo.train.common.functions import needs
-from exgrpo.train.config.replay import ExperienceConfig, Setting
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.config.replay import ExperienceConfig
 from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
@@ -20,12 +21,12 @@ __all__ = [
     "Expired",
     "FreshQuestions",
     "MeanScores",
+    "MethodOptions",
     "Mixture",
     "PlannedGroup",
     "Priority",
     "Replay",
     "ReplayState",
-    "Setting",
     "Supply",
     "TakenIn",
     "Units",

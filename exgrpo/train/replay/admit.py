@@ -1,4 +1,4 @@
-"""Which rows of a graded batch are stored: functions `(batch, setting) -> [N] bool`; replayed rows never are.
+"""Which rows of a graded batch are stored: functions `(batch, options) -> [N] bool`; replayed rows never are.
 
 Of equal answers to a question the memory keeps the newest if the function says `needs(distinct="response")`, with
 "key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was. A function that
@@ -11,31 +11,31 @@ from exgrpo.train.common.functions import needs
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.difficulty import count_successes
 
 
 @needs(distinct="response")
-def successes(batch: StepBatch, setting: Setting) -> Mask:
+def successes(batch: StepBatch, options: MethodOptions) -> Mask:
     """The fresh answers that are successes; of continuous rewards those that beat their group's mean.
 
     ExGRPO, arXiv 2510.02245, section 3.2.
     """
-    if setting.options.bucket_by == "reward_deviation":
+    if options.experience.bucket_by == "reward_deviation":
         return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
-    return batch.fresh & is_success(batch.reward, setting.success)
+    return batch.fresh & is_success(batch.reward, options.success)
 
 
 @needs(distinct="key")
-def solutions(batch: StepBatch, setting: Setting) -> Mask:
+def solutions(batch: StepBatch, options: MethodOptions) -> Mask:
     """The successes; of those to a question that have the same solution key the memory keeps the newest.
 
     So a frequent solution does not fill the buffer: Re:Max (package remax-rl) keeps modes so.
     """
-    return successes(batch, setting)
+    return successes(batch, options)
 
 
-def with_advantage(batch: StepBatch, setting: Setting) -> Mask:
+def with_advantage(batch: StepBatch, options: MethodOptions) -> Mask:
     """All fresh answers of groups whose rewards differ: all of them have an advantage, or nearly so.
 
     Rollout-level replay, arXiv 2606.04560; POPO, arXiv 2606.01281.
@@ -43,23 +43,23 @@ def with_advantage(batch: StepBatch, setting: Setting) -> Mask:
     return batch.fresh & batch.teaches[batch.group]
 
 
-def in_band(batch: StepBatch, setting: Setting) -> Mask:
+def in_band(batch: StepBatch, options: MethodOptions) -> Mask:
     """All fresh answers of groups whose pass rate m / F lies in `band`.
 
     The high-quality groups of BAPO, arXiv 2602.20722.
     """
-    shown = count_successes(batch, setting.success)
-    low, high = setting.options.band
+    shown = count_successes(batch, options.success)
+    low, high = options.experience.band
     rate = (shown.successes / np.maximum(shown.rows, 1))[batch.group]
     return batch.fresh & (low - EPSILON <= rate) & (rate <= high + EPSILON)
 
 
-def all(batch: StepBatch, setting: Setting) -> Mask:
+def all(batch: StepBatch, options: MethodOptions) -> Mask:
     """All fresh answers, right or wrong (Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340)."""
     return batch.fresh
 
 
 @needs(distinct="response")  # of what a run starts with
-def nothing(batch: StepBatch, setting: Setting) -> Mask:
+def nothing(batch: StepBatch, options: MethodOptions) -> Mask:
     """No answer: what is replayed are prompts, or traces that were given at the start."""
     return np.zeros(len(batch), bool)

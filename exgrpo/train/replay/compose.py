@@ -24,7 +24,7 @@ def mixed(supply: Supply) -> list[PlannedGroup]:
     2510.02245.
     """
     drawn = supply.draw("buffered", supply.share(supply.batch))
-    most = min(supply.setting.options.replayed, supply.samples - 1)
+    most = min(supply.options.experience.replayed, supply.samples - 1)
     replayed = [min(most, held) for held in supply.memory.table.held[drawn].tolist()]
     groups = [
         PlannedGroup(question, supply.samples - several, several)
@@ -40,7 +40,7 @@ def traced(supply: Supply) -> list[PlannedGroup]:
     Which questions come next, their stored answers do not decide; see `mixed` for that. At least one answer is fresh.
     LUFFY, arXiv 2504.14945.
     """
-    most = min(supply.setting.options.replayed, supply.samples - 1)
+    most = min(supply.options.experience.replayed, supply.samples - 1)
     groups = with_stored(supply, supply.fresh(supply.batch), most)
     return [dataclasses.replace(group, fresh=group.fresh - group.choose) for group in groups]
 
@@ -50,7 +50,7 @@ def appended(supply: Supply) -> list[PlannedGroup]:
 
     RLEP, arXiv 2507.07451; RePO, arXiv 2506.09340.
     """
-    return with_stored(supply, supply.fresh(supply.batch), supply.setting.options.replayed)
+    return with_stored(supply, supply.fresh(supply.batch), supply.options.experience.replayed)
 
 
 def _settle_in_place(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
@@ -115,7 +115,7 @@ def _come_back(supply: Supply, most: int) -> Ints:
     A prompt may come back if its latest pass rate lies in `band`, at least `cooldown` steps after it was asked, and at
     most `max_uses` times.
     """
-    options, units = supply.setting.options, supply.units("prompts")
+    options, units = supply.options.experience, supply.units("prompts")
     low, high = options.band
     rate = units.count / supply.samples
     may = (rate >= low - EPSILON) & (rate <= high + EPSILON) & (units.age >= options.cooldown)
@@ -153,7 +153,7 @@ def _settle_stale(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
     if not supply.ratio:  # replay has not begun, and nothing is stored
         return list(range(batch.groups))
     step = supply.memory.table.column("step")
-    return [*groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.setting.options.lag))]
+    return [*groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.options.experience.lag))]
 
 
 @needs(settle=_settle_stale, fills=True)
@@ -190,7 +190,7 @@ def bapo(supply: Supply) -> list[PlannedGroup]:
     if supply.step % 2:
         return fresh
     units = supply.units("prompts")
-    limit = supply.setting.options.hard * supply.samples
+    limit = supply.options.experience.hard * supply.samples
     places = np.flatnonzero((units.count <= limit) & ~np.isin(units.question, [group.question for group in fresh]))
     names = units.question[places]
     drawn = supply.draw_from(units.take(places), supply.share(supply.batch), names)

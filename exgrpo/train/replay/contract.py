@@ -25,6 +25,7 @@ import numpy as np
 
 from exgrpo.train.common.errors import shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Expired, Priority, Units
 
 PRESENT = np.float32(np.inf)
@@ -65,24 +66,7 @@ class Weighed(NamedTuple):
     advantage: Doubles | None = None
 
 
-@dataclass(frozen=True)
-class WeighOptions:
-    """What a function may look at besides the batch.
-
-    Attributes:
-        success: a reward of at least this is a success.
-        second_moment: tau of the second-moment mask.
-        trigger: ratio below which a token of a failure is one that the policy has left.
-        coefficient: of likelihoods and of regularisers.
-    """
-
-    success: float = 1.0
-    second_moment: float = 0.04
-    trigger: float = 1e-4
-    coefficient: float = 0.1
-
-
-Weigh = Callable[[StepBatch, WeighOptions], Weighed]
+Weigh = Callable[[StepBatch, MethodOptions], Weighed]
 
 
 def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:

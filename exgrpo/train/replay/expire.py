@@ -1,4 +1,4 @@
-"""What is forgotten: functions `(units, setting) -> Expired`.
+"""What is forgotten: functions `(units, options) -> Expired`.
 
 `units` are all stored trajectories, `units.now` the step that is planned next, and `units.solved` the questions that
 all answers of the latest step solve.
@@ -6,34 +6,34 @@ all answers of the latest step solve.
 
 import numpy as np
 
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Expired, Units
 
 
-def retirement(units: Units, setting: Setting) -> Expired:
+def retirement(units: Units, options: MethodOptions) -> Expired:
     """The questions that all answers of the latest step solve, for good (ExGRPO, arXiv 2510.02245, section 3.2)."""
     return Expired(questions=units.solved)
 
 
-def age(units: Units, setting: Setting) -> Expired:
+def age(units: Units, options: MethodOptions) -> Expired:
     """What was written more than `max_age` steps before the step that is planned (arXiv 2606.04560, and others)."""
-    most = setting.options.max_age
+    most = options.experience.max_age
     assert most is not None
     return Expired(units.age > most)
 
 
-def uses(units: Units, setting: Setting) -> Expired:
+def uses(units: Units, options: MethodOptions) -> Expired:
     """What has been replayed `max_uses` times."""
-    most = setting.options.max_uses
+    most = options.experience.max_uses
     assert most is not None
     return Expired(units.replays >= most)
 
 
-def capacity(units: Units, setting: Setting) -> Expired:
+def capacity(units: Units, options: MethodOptions) -> Expired:
     """All but the latest `capacity` trajectories, which come in the order in which they were stored.
 
     Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340, does so for each question.
     """
-    most = setting.options.capacity
+    most = options.experience.capacity
     assert most is not None
     return Expired(np.arange(len(units)) < len(units) - most)

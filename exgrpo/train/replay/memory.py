@@ -9,7 +9,7 @@ from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Units
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
@@ -53,8 +53,8 @@ class ExperienceMemory:
         admits_by_scores: whether `admit` reads the scores of fresh answers.
     """
 
-    def __init__(self, questions: int, setting: Setting) -> None:
-        options = setting.options
+    def __init__(self, questions: int, setting: MethodOptions) -> None:
+        options = setting.experience
         self.setting = setting
         self.samples = setting.samples
         self.count: Doubles = np.zeros(questions)
@@ -150,10 +150,10 @@ class ExperienceMemory:
 
     def evidence(self, batch: StepBatch) -> Evidence:
         """What groups show about the current policy."""
-        return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
+        return count_successes(batch, self.setting.success, count_replayed=self.setting.experience.count_replayed)
 
     def _store(self, batch: StepBatch, evidence: Evidence, admitted: Mask) -> None:
-        table, most = self.table, self.setting.options.max_per_question
+        table, most = self.table, self.setting.experience.max_per_question
         group, stored = batch.group[admitted], batch.take(admitted)
         if np.isnan(stored.old_log_prob).any():
             raise ValueError("old_log_prob: NaN of an answer that is to be stored")
@@ -174,16 +174,17 @@ class ExperienceMemory:
 
     def _advantages(self, batch: StepBatch) -> Doubles:
         """[N] against the rows of their group that count in the loss."""
+        objective = self.setting.objective
         counts = np.isnan(batch.stored_advantage) if batch.has("stored_advantage") else np.ones(len(batch), bool)
         advantage, net = np.full(len(batch), np.nan), batch.net_reward
-        if self.setting.baseline == "log_mean_exp":
-            return net - batch.optimal_value(self.setting.beta1, counts)[batch.group]
+        if objective.baseline == "log_mean_exp":
+            return net - batch.optimal_value(objective.beta1, counts)[batch.group]
         # As in the loss: of numbers in fp32 sums are exact, and where all rewards are alike, advantages are 0.
         net = net.astype(np.float32).astype(np.float64)
         for of_group in map(slice, batch.group_start[:-1], batch.group_start[1:]):
             rewards = net[of_group][counts[of_group]]
-            divisor = float(rewards.std(ddof=1)) + EPSILON if self.setting.scale_by_std and len(rewards) > 1 else 1.0
-            if self.setting.baseline == "leave_one_out" and len(rewards) > 1:
+            divisor = float(rewards.std(ddof=1)) + EPSILON if objective.scale_by_std and len(rewards) > 1 else 1.0
+            if objective.baseline == "leave_one_out" and len(rewards) > 1:
                 divisor *= (len(rewards) - 1) / len(rewards)
             advantage[of_group] = (net[of_group] - rewards.mean()) / divisor
         return advantage
@@ -220,7 +221,7 @@ class ExperienceMemory:
             count: success count in [1, K-1] of each of their questions.
             origins: [N] columns of `table.OF_ORIGIN`; one that is not named is 0.
         """
-        self.table.fill(pack(trajectories, self.setting.options.folder), **origins)
+        self.table.fill(pack(trajectories, self.setting.experience.folder), **origins)
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question

@@ -13,8 +13,7 @@ from exgrpo.train.common.records import Mask
 from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
-from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import Band, MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
@@ -75,14 +74,14 @@ class Replay:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: MethodOptions,
         questions: int,
         seed: int,
         *,
         success_option: str = "success",
         mixture: Mixture | None = None,
     ) -> None:
-        self.setting, self.config = setting, setting.options
+        self.setting, self.config = setting, setting.experience
         self.memory = ExperienceMemory(questions, setting)
         self.open = self.config.start_pass_rate == 0
         self._opened = -1

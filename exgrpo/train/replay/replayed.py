@@ -6,10 +6,10 @@ import numpy as np
 
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import Floats, StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.contract import PRESENT, Weigh, WeighOptions
+from exgrpo.train.replay.contract import PRESENT, Weigh
 
 ScoreRows = Callable[[StepBatch], Floats]
 """The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
@@ -19,11 +19,10 @@ class Weigher:
     """Asks the function for the terms of a step's replayed answers.
 
     Args:
-        objective: names the function, and its options.
-        success: a reward of at least this is a success.
-        one_update: whether all of a step's answers are in one optimiser step, so that the update itself sees the policy
+        options: name the function.
+        score: gives log-probs of the policy, where the function needs them.
+        one_update: True if all answers of a step are in one optimiser step, so that the update itself sees the policy
             before it.
-        score: asks the policy, where the function needs it.
 
     Attributes:
         term: in the loss, of all replayed tokens.
@@ -32,18 +31,18 @@ class Weigher:
         ConfigError: there is no such function, or it declares what there is not.
     """
 
-    def __init__(self, objective: ObjectiveConfig, success: float, score: ScoreRows, *, one_update: bool) -> None:
-        self._weigh: Weigh = rules.find("weigh", objective.weigh)
+    def __init__(self, options: MethodOptions, score: ScoreRows, *, one_update: bool) -> None:
+        self._weigh: Weigh = rules.find("weigh", options.objective.weigh)
         self._needs = Needs.of(self._weigh)
         self.term = self._needs.term
         self._one_update = one_update
         self._score = score
-        self._options = WeighOptions(success, objective.second_moment, objective.trigger, objective.coefficient)
+        self._options = options
 
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
         """With the options of a run."""
-        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
+        return cls(config.method, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, batch: StepBatch) -> None:
         """Put the terms of the replayed rows that are trained on: `ratio_log_prob`, `factor` and `advantage`.

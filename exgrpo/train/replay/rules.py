@@ -24,12 +24,12 @@ from exgrpo.train.config.replay import KINDS, Kind
 from exgrpo.train.replay.contract import CHECKS
 
 ARGUMENTS = {
-    "admit": ("batch", "setting"),
-    "prioritise": ("units", "setting"),
+    "admit": ("batch", "options"),
+    "prioritise": ("units", "options"),
     "compose": ("supply",),
     "settle": ("batch", "supply"),
     "weigh": ("batch", "options"),
-    "expire": ("units", "setting"),
+    "expire": ("units", "options"),
 }
 """What the functions of each kind are called with."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Ints
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Priority, Units, draw
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.memory import ExperienceMemory
@@ -109,7 +109,7 @@ class Supply:
         step: that is planned.
         batch: B, questions of a step.
         ratio: rho; 0 before replay has begun.
-        setting: K and the options.
+        options: of the method, and K.
         memory: what is stored.
         pool: the fresh questions.
         prioritise: gives the weights of units.
@@ -119,16 +119,16 @@ class Supply:
     step: int
     batch: int
     ratio: float
-    setting: Setting
+    options: MethodOptions
     memory: ExperienceMemory
     pool: FreshQuestions
-    prioritise: Callable[[Units, Setting], Priority]
+    prioritise: Callable[[Units, MethodOptions], Priority]
     rng: np.random.Generator
 
     @property
     def samples(self) -> int:
         """K, answers per question."""
-        return self.setting.samples
+        return self.options.samples
 
     def share(self, of: int) -> int:
         """floor(rho of)."""
@@ -149,7 +149,7 @@ class Supply:
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.options))]
 
     def earlier(self) -> tuple[Units, Ints]:
         """The stored answers of earlier steps, and their rows."""

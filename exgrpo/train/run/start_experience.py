@@ -17,7 +17,7 @@ from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
 from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
 from exgrpo.train.reward.names import reward_of
@@ -202,13 +202,13 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
         RewardError: on every rank, where the reward of an answer is no number.
     """
     setting = run.replay.setting
-    if setting.options.start is None:
+    if setting.experience.start is None:
         return None
-    started = Started(str(setting.options.start))
+    started = Started(str(setting.experience.start))
     rows = agree(run.world, lambda: _read(run, encoding, started))
     _check_alike(run.world, rows, started)
     _grade(run, rows, started)
-    rows = _distinct(rows, Needs.of(rules.find("admit", setting.options.admit)).distinct, started)
+    rows = _distinct(rows, Needs.of(rules.find("admit", setting.experience.admit)).distinct, started)
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
     origins = {
@@ -251,7 +251,7 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
     """A trace whose tokens are the file's own, or not, with the log-probs that the options let it keep."""
-    rule = run.replay.setting.options.start_log_prob
+    rule = run.replay.setting.experience.start_log_prob
     kept = trace.kept if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
     may = may and own and kept is trace.kept and trace.behaviour != "unknown"
@@ -307,7 +307,7 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
 
 def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     """Give log-probs to the rows without them, if the options ask for it."""
-    if run.replay.setting.options.start_log_prob == "unknown":
+    if run.replay.setting.experience.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
     unknown = [row for row in rows if row.one.behaviour == "unknown"]
@@ -322,7 +322,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
             row.one = replace(row.one, log_prob=log_prob[batch.at(place)], behaviour="trainer")
 
 
-def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
+def _success_counts(rows: Sequence[_Row], setting: MethodOptions) -> dict[int, float]:
     """The success count K m / F of each question, inside [1, K-1]: of its latest known group, else of its rows."""
     of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
@@ -334,18 +334,18 @@ def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
     }
 
 
-def _advantage(row: _Row, count: float, setting: Setting) -> float:
+def _advantage(row: _Row, count: float, setting: MethodOptions) -> float:
     """In the group that it was written in; where it is not known, that in a group of this success count."""
     if row.advantage is not None:
         return row.advantage
-    samples = setting.samples
+    samples, objective = setting.samples, setting.objective
     rate = count / samples
     value = rate * setting.success
-    if setting.baseline == "log_mean_exp":
-        value = setting.beta1 * np.logaddexp(np.log(rate) + setting.success / setting.beta1, np.log1p(-rate))
+    if objective.baseline == "log_mean_exp":
+        value = objective.beta1 * np.logaddexp(np.log(rate) + setting.success / objective.beta1, np.log1p(-rate))
     advantage = row.one.reward - value
-    if setting.scale_by_std:
+    if objective.scale_by_std:
         advantage /= (abs(setting.success) or 1) * math.sqrt(rate * (1 - rate) * samples / (samples - 1))
-    if setting.baseline == "leave_one_out":
+    if objective.baseline == "leave_one_out":
         advantage *= samples / (samples - 1)
     return advantage

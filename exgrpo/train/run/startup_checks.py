@@ -135,7 +135,7 @@ def check_method(config: Config) -> None:
             f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
             "group of their own: it needs experience.advantage=stored"
         )
-    rehearse(experience, config.objective, config.rollout.samples, config.reward.success)
+    rehearse(config.method)
 
 
 def check_surrogate(config: Config) -> None:

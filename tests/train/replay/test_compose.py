@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
+from exgrpo.train.replay import ExperienceConfig, MeanScores, MethodOptions, Replay
 from tests.train.batches import Row, make_batch
 
 K = 4
@@ -34,7 +34,7 @@ def graded(of_step: dict[int, int], step: int) -> StepBatch:
 def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -> Replay:
     """A replay that has seen some steps: of each question how many answers were right."""
     values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
-    replay = Replay(Setting(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
+    replay = Replay(MethodOptions(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
     for step, of_step in enumerate(filter(None, steps), 1):
         replay.take_in(graded(of_step, step), step)
     return replay

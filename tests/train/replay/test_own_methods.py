@@ -13,10 +13,10 @@ from tests.train.trainers import half, make, updated
 OWN = """
 from exgrpo.train.replay import Expired, PlannedGroup, Priority, Weighed, needs
 
-def admit(batch, setting):
-    return batch.fresh & (batch.reward < setting.success)
+def admit(batch, options):
+    return batch.fresh & (batch.reward < options.success)
 
-def prioritise(units, setting):
+def prioritise(units, options):
     return Priority(-1000 * units.question)
 
 def settle(batch, supply):
@@ -30,7 +30,7 @@ def compose(supply):
 def weigh(batch, options):
     return Weighed(batch.old_log_prob, advantage=7.0 + 0 * batch.reward)
 
-def expire(units, setting):
+def expire(units, options):
     return Expired(units.length > 5, units.solved)
 
 number = 5
@@ -113,7 +113,7 @@ READS = "chosen = batch.by_token(batch.fresh)\n    assert not np.isnan(batch.COL
 def test_scores_of_fresh_answers_are_there_for_a_function_that_needs_them(own, kind, column):
     """They are those of all answers; without the declaration the column cannot be read."""
     reads = OWN.replace("\nfrom", "\nimport numpy as np\nfrom", 1)
-    head = f"def {kind}(" + {"admit": "batch, setting):\n    ", "settle": "batch, supply):\n    "}[kind]
+    head = f"def {kind}(" + {"admit": "batch, options):\n    ", "settle": "batch, supply):\n    "}[kind]
     reads = reads.replace(head, head + READS.replace("COLUMN", column))
     own.write_text(reads)
     config = configured(places(own))
@@ -267,7 +267,7 @@ def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, b
 
 
 def test_replayed_rows_cannot_be_stored_again(own):
-    own.write_text(OWN.replace("batch.fresh & (batch.reward < setting.success)", "batch.reward < setting.success"))
+    own.write_text(OWN.replace("batch.fresh & (batch.reward < options.success)", "batch.reward < options.success"))
     with pytest.raises(ConfigError, match="admit: it stores replayed rows, and only fresh ones can be stored$"):
         startup_checks.check_method(configured(places(own, compose="mixed")))
 

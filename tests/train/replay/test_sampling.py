@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.replay import ExperienceConfig, Priority, Replay, Setting, Units, candidates, draw, rules
+from exgrpo.train.replay import ExperienceConfig, MethodOptions, Priority, Replay, Units, candidates, draw, rules
 from tests.train.batches import make_batch
 from tests.train.replay.test_memory import group, take_in
 
@@ -35,7 +35,7 @@ def units(now: int = 100, **columns) -> Units:
 
 
 def prioritised(name: str, given: Units, **options) -> Priority:
-    return rules.find("prioritise", name)(given, Setting(ExperienceConfig(**options), K))
+    return rules.find("prioritise", name)(given, MethodOptions(ExperienceConfig(**options), K))
 
 
 def draw_questions(rng: np.random.Generator, count: np.ndarray, wanted: int, name: str, **options) -> np.ndarray:
@@ -78,7 +78,7 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     """From graded groups to planned questions: mixed groups show m of 7 and never 4 of 8."""
     shown = [(m, 7) for m in range(7)] + [(m, 8) for m in range(1, 8) if with_fresh_groups]
     shown = [pair for pair in shown for _ in range(30)]
-    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
+    replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
     memory = replay.memory
     take_in(memory, make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]))
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
