@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: its terms, and the way to it from log-probs.
+"""Loss of a micro-batch: its terms, and its value and gradient from log-probs.
 
 `exgrpo.kernels.linear_policy_loss` computes the clipped surrogate with its gradient at once. Other surrogates, and a
 divergence to a reference, take the log-probs of `linear_log_prob` and find their gradient by torch, which costs one
@@ -20,14 +20,14 @@ from exgrpo.train.policy.surrogate import clipped
 
 @dataclass(frozen=True)
 class LossTerms:
-    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch.
+    """Coefficients and options of the loss, the same for all micro-batches of a mini-batch.
 
     Attributes:
         options: of the run.
         normalizer: divisor of the summed token objectives.
         entropy_coef: weight of the sum of entropies.
         kl_coef: weight of the sum of estimates of the divergence.
-        bounded: whether ratios are clipped.
+        bounded: True if ratios are clipped.
         term: of replayed tokens.
         surrogate: of fresh tokens; the one that the objective names.
     """
@@ -74,30 +74,28 @@ class LossTerms:
 
     @property
     def beta(self) -> float | None:
-        """Of the shaping of replayed tokens; None: their plain ratio."""
+        """Parameter of the shaping of replayed tokens; None: their plain ratio."""
         return self.options.objective.beta if self.term == "shaped" else None
 
     @property
     def as_fresh(self) -> bool:
-        """Whether replayed tokens have the term of fresh ones."""
+        """True if replayed tokens have the term of fresh ones."""
         return self.term == "clipped"
 
     @property
     def fused(self) -> bool:
-        """Whether `linear_policy_loss` computes this loss."""
+        """True if `linear_policy_loss` computes this loss."""
         return Needs.of(self.surrogate).fused and self.kl_coef == 0
 
 
 def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> PolicyLoss:
-    """The loss of a micro-batch whose log-probs and entropies are known, with their gradients."""
+    """Return the loss of a micro-batch from its log-probs and entropies, with their gradients."""
     objective, counted = terms.options.objective, batch.target.flatten() >= 0
 
     def of_tokens(values: Tensor) -> Tensor:
-        """[T] of the policy's response tokens, row by row."""
         return values.flatten()[counted]
 
     def by_target(values: Tensor) -> Tensor:
-        """[T] back to the shape of the target."""
         return values.new_zeros(counted.shape).masked_scatter(counted, values).view(batch.target.shape)
 
     log_prob, entropy, old_log_prob, advantage, replayed = map(

@@ -127,7 +127,7 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
 
 
 def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How transformers is to quantise the model of a run; None: not at all. Raises ConfigError without bitsandbytes."""
+    """Return the quantisation of a run's model; None without one. Raises ConfigError if bitsandbytes is missing."""
     if config.lora.quantised == "none":
         return None
     if not find_spec("bitsandbytes"):

@@ -126,7 +126,7 @@ class Policy:
             self._compile(config)
 
     def _packs(self) -> bool:
-        """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
+        """Try whether packed sequences give what padded ones do: any layer could look at its neighbours."""
         if self.model.config._attn_implementation != PACKED:
             return False
         # Each rank has the same rows: one without any would go on alone where the others fail.
@@ -178,7 +178,7 @@ class Policy:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What the files of a checkpoint take at least: weights and both moments, in fp32."""
+        """Least size of a checkpoint: weights and both moments, in fp32."""
         return 4 * 3 * sum(self.states.numel(name) for name in self.states.parameters)
 
     def score(self, batch: StepBatch, temperature: float) -> Score:
@@ -201,7 +201,6 @@ class Policy:
         return torch.stack([result.log_prob, result.entropy]).flatten(1).cpu().numpy()[:, self.layout.places(of_pass)]
 
     def _whole(self, batch: StepBatch, plan: Plan, mine: list[npt.NDArray[np.float32]]) -> Score:
-        """What the passes of all ranks have found."""
         values = np.empty((2, len(batch.token)), np.float32)
         for passes, of_rank in zip(plan, self.world.gather(mine), strict=True):
             for rows, found in zip(passes, of_rank, strict=False):
@@ -211,7 +210,7 @@ class Policy:
     def update(
         self, minibatch: MiniBatch, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
     ) -> UpdateStats:
-        """One optimiser step on the mini-batch, for the policy at the rollout temperature.
+        """Take an optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
         number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept

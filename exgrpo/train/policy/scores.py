@@ -1,4 +1,4 @@
-"""Scores of fresh answers under the policy before the update: of no more answers than something needs."""
+"""Scores of fresh answers under the policy before the update, only of the answers that need them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,11 +21,11 @@ NONE = np.empty(0, np.int64)
 
 
 class Scored(NamedTuple):
-    """The fresh answers of a step whose scores are known.
+    """Fresh answers of a step whose scores are known.
 
     Attributes:
-        rows: their numbers, rising.
-        read: what the trainer has read for that.
+        rows: sorted numbers of the rows.
+        read: tokens that the trainer read for them.
         sample: of an exact engine, the log-probs of the trainer and its own, of the tokens that both have scored; None:
             all rows are scored by the trainer.
     """
@@ -36,15 +36,15 @@ class Scored(NamedTuple):
 
 
 class FreshScorer:
-    """Takes scores from where they are known: the engine, the first optimiser step, or a pass of their own.
+    """Takes scores from the cheapest source: the engine, the first optimiser step, or a pass of their own.
 
-    They are the columns `log_prob` and `entropy` of a batch; where the trainer is the writer, `old_log_prob`, too. Rows
-    for which nobody asks have NaN there.
+    They are the columns `log_prob` and `entropy` of a batch, and `old_log_prob` if that is the trainer's; NaN of rows
+    that need none.
 
     Args:
         config: the run.
         policy: scores.
-        settles: whether a function chooses what is trained on when the memory has taken in the step.
+        settles: True if a function selects what is trained on after the answers are stored.
     """
 
     def __init__(self, config: Config, policy: Policy, *, settles: bool = False) -> None:
@@ -55,9 +55,9 @@ class FreshScorer:
         self.own_forward = config.update_scores and not settles
 
     def by_engine(self, batch: StepBatch) -> Scored:
-        """The scores of all fresh answers, if an engine with the trainer's arithmetic has computed them in sampling.
+        """Take the scores of all fresh answers from an engine with the trainer's arithmetic, if it has it.
 
-        Whether it has is looked at in each step, on answers from all over the step.
+        Each step checks that on a sample of its answers.
         """
         fresh = np.flatnonzero(batch.fresh)
         at = batch.places(fresh)
@@ -73,7 +73,7 @@ class FreshScorer:
         return Scored(fresh, tuple(together(part)), (trainer, engine))
 
     def by_a_pass(self, batch: StepBatch, rows: Ints, scored: Scored) -> Scored:
-        """Score those of some fresh rows that are not known yet; no pass if all are."""
+        """Score the rows whose scores are not known yet; no pass if there are none."""
         left = np.setdiff1d(rows, scored.rows)
         if not len(left):
             return scored
@@ -99,7 +99,7 @@ class FreshScorer:
 
 
 def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
-    """Log-probs of the trainer and of the engine, of the policy's tokens that both have scored."""
+    """Log-probs of trainer and engine, of the policy's tokens that both have scored."""
     if scored.sample or not len(scored.rows):
         return scored.sample or (np.empty(0, np.float32), np.empty(0, np.float32))
     part = batch.take(scored.rows)
@@ -107,6 +107,5 @@ def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
-    """Log-probs of the trainer and of the engine, of the policy's tokens for which the engine gave one."""
     known = part.own & ~np.isnan(part.engine_log_prob)
     return log_prob[known], part.engine_log_prob[known]

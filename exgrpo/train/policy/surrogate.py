@@ -1,7 +1,7 @@
-"""How the ratios of tokens enter the loss: functions `(tokens, options) -> Objective`. See `ratios`.
+"""Surrogates: functions `(tokens, options) -> Objective` of the ratios of tokens (`ratios` has their types).
 
-The first ones multiply advantages by ratios or by log-probs. The regressions have a rest: with S the log-ratio of an
-answer to the policy that wrote it, and A its advantage, they pull beta2 S towards A. Their gradient is proportional to
+The first ones multiply advantages by ratios or by log-probs. The regressions pull beta2 S towards A, with S the
+log-ratio of an answer to the policy that wrote it, and A its advantage. Their gradient is proportional to
 A - beta2 S, so old answers need no ratio, and groups that are all right or all wrong hold the policy where it is.
 """
 
@@ -85,6 +85,6 @@ def _regression(tokens: RatioTokens, options: MethodOptions, scale: float) -> Ob
 
 
 def _as_it_is(tokens: RatioTokens) -> tuple[Tensor, Tensor]:
-    """The ratios of an objective that does not bound them, and that nothing is clipped."""
+    """Return the ratios of an objective that does not bound them, and a mask of no clipped tokens."""
     ratio = tokens.ratio.detach()
     return ratio, torch.zeros_like(ratio, dtype=torch.bool)

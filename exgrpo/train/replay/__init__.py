@@ -1,9 +1,8 @@
-"""Experience management (arXiv 2510.02245, section 3.2): what is kept, retired, drawn and replayed.
+"""Experience management (arXiv 2510.02245, section 3.2): storing, retiring, drawing and replaying.
 
-Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
-all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
-`rules`. A further trajectory rule or band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the
-options.
+Decisions from numpy arrays and a random generator; no model, no process group. `Replay` joins them. A method is five
+functions, in the modules `admit`, `prioritise`, `compose`, `weigh` and `expire` (see `rules`). A new trajectory rule or
+band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the options.
 """
 
 from exgrpo.train.common.functions import needs

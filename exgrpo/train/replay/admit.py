@@ -1,8 +1,8 @@
-"""Which rows of a graded batch are stored: functions `(batch, options) -> [N] bool`; replayed rows never are.
+"""Selection of the rows of a graded batch to store: functions `(batch, options) -> [N] bool`, False for replayed rows.
 
-Of equal answers to a question the memory keeps the newest if the function says `needs(distinct="response")`, with
-"key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was. A function that
-says `needs(scores=True)` may read the scores of fresh rows, which are computed for all of them then.
+With `needs(distinct="response")` only the newest of equal answers to a question is kept, with "key" also of those with
+the same solution key. Without it all are kept, so that a group stays whole. With `needs(scores=True)` the function may
+read the scores of fresh rows, which are then computed for all of them.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from exgrpo.train.replay.difficulty import count_successes
 
 @needs(distinct="response")
 def successes(batch: StepBatch, options: MethodOptions) -> Mask:
-    """The fresh answers that are successes; of continuous rewards those that beat their group's mean.
+    """Fresh successes; with continuous rewards, the answers that beat their group's mean.
 
     ExGRPO, arXiv 2510.02245, section 3.2.
     """
@@ -28,15 +28,15 @@ def successes(batch: StepBatch, options: MethodOptions) -> Mask:
 
 @needs(distinct="key")
 def solutions(batch: StepBatch, options: MethodOptions) -> Mask:
-    """The successes; of those to a question that have the same solution key the memory keeps the newest.
+    """Fresh successes, of which only the newest with the same solution key is kept for a question.
 
-    So a frequent solution does not fill the buffer: Re:Max (package remax-rl) keeps modes so.
+    So a frequent solution does not fill the buffer (modes in Re:Max, package remax-rl).
     """
     return successes(batch, options)
 
 
 def with_advantage(batch: StepBatch, options: MethodOptions) -> Mask:
-    """All fresh answers of groups whose rewards differ: all of them have an advantage, or nearly so.
+    """All fresh answers of groups whose rewards differ, and so with advantages.
 
     Rollout-level replay, arXiv 2606.04560; POPO, arXiv 2606.01281.
     """
@@ -61,5 +61,5 @@ def all(batch: StepBatch, options: MethodOptions) -> Mask:
 
 @needs(distinct="response")  # of what a run starts with
 def nothing(batch: StepBatch, options: MethodOptions) -> Mask:
-    """No answer: what is replayed are prompts, or traces that were given at the start."""
+    """No answer: only prompts, or traces given at the start, are replayed."""
     return np.zeros(len(batch), bool)

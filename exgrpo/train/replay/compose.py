@@ -1,6 +1,6 @@
-"""How a batch is made: functions `(supply) -> planned groups`; see `exgrpo.train.replay.supply`.
+"""Composition of a batch: functions `(supply) -> planned groups`; see `exgrpo.train.replay.supply`.
 
-Some have a second one, `settle(batch, supply)`, which says what is trained on once the batch is graded: numbers of its
+Some have a second one, `settle(batch, supply)`, which selects what is trained on from the graded batch: numbers of its
 groups, and planned groups of stored answers.
 """
 
@@ -37,7 +37,7 @@ def mixed(supply: Supply) -> list[PlannedGroup]:
 def traced(supply: Supply) -> list[PlannedGroup]:
     """B groups of K answers, of which the first floor(rho B) have R stored ones, as far as there are.
 
-    Which questions come next, their stored answers do not decide; see `mixed` for that. At least one answer is fresh.
+    The choice of questions does not depend on stored answers, as it does in `mixed`. At least one answer is fresh.
     LUFFY, arXiv 2504.14945.
     """
     most = min(supply.options.experience.replayed, supply.samples - 1)
@@ -54,7 +54,7 @@ def appended(supply: Supply) -> list[PlannedGroup]:
 
 
 def _settle_in_place(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """At most floor(rho B) of the groups whose rewards are all alike give way to stored groups of earlier steps."""
+    """Replace at most floor(rho B) groups whose rewards are all alike by stored groups of earlier steps."""
     alive, dead = np.flatnonzero(batch.teaches).tolist(), np.flatnonzero(~batch.teaches).tolist()
     stored = draw_groups(supply, min(len(dead), supply.share(supply.batch)))
     return [*alive, *dead[len(stored) :], *stored]
@@ -67,7 +67,7 @@ def in_place(supply: Supply) -> list[PlannedGroup]:
 
 
 def _settle_beside(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The groups whose rewards differ, F answers, and floor(rho F) stored answers of earlier steps.
+    """Select the groups whose rewards differ, F answers, and floor(rho F) stored answers of earlier steps.
 
     Each stored answer is a group by itself, and so has no advantage in it: `advantage` has to be stored. If all groups
     are alike, they stay.
@@ -89,14 +89,14 @@ def beside(supply: Supply) -> list[PlannedGroup]:
 
 
 def _settle_buffer(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """B K stored answers, as far as there are; a fresh answer is trained on only if it is drawn."""
+    """Draw B K stored answers, as far as there are; fresh answers are trained on only if they are drawn."""
     if not supply.ratio:  # replay has not begun, and nothing is stored
         return list(range(batch.groups))
     return [*supply.alone(supply.draw("stored", supply.batch * supply.samples))]
 
 
 def _asked(supply: Supply) -> int:
-    """B - floor(rho B), at least 1: so on average an answer is trained on 1 / (1 - rho) times."""
+    # So on average an answer is trained on 1 / (1 - rho) times.
     return max(1, supply.batch - supply.share(supply.batch))
 
 
@@ -110,7 +110,7 @@ def buffer(supply: Supply) -> list[PlannedGroup]:
 
 
 def _come_back(supply: Supply, most: int) -> Ints:
-    """At most so many questions that come back, drawn by their weights.
+    """Draw at most so many questions that come back.
 
     A prompt may come back if its latest pass rate lies in `band`, at least `cooldown` steps after it was asked, and at
     most `max_uses` times.
@@ -126,7 +126,7 @@ def _come_back(supply: Supply, most: int) -> Ints:
 
 
 def _with_returning(supply: Supply, asked: int, most: int) -> list[PlannedGroup]:
-    """Groups of K fresh answers to so many questions, of which at most `most` come back; these are the last."""
+    """Plan groups of K fresh answers to `asked` questions, of which at most `most` come back; these are the last."""
     drawn = _come_back(supply, most)
     back = [PlannedGroup(question, supply.samples) for question in drawn.tolist()]
     return [*supply.fresh(asked - len(back), without=drawn), *back]
@@ -142,14 +142,14 @@ def again(supply: Supply) -> list[PlannedGroup]:
 def returning(supply: Supply) -> list[PlannedGroup]:
     """B - floor(rho B) groups of K fresh answers; at most half of their prompts come back.
 
-    What is trained on are B K stored answers, as in `buffer`. Own work: the buffer of Arnal et al. with prompt replay.
+    B K stored answers are trained on, as in `buffer`. Own work: the buffer of Arnal et al. with prompt replay.
     """
     count = _asked(supply)
     return _with_returning(supply, count, count // 2 if supply.ratio else 0)
 
 
 def _settle_stale(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The groups that were written `lag` steps ago; nothing while there are none."""
+    """Select the groups that were written `lag` steps ago, if there are any."""
     if not supply.ratio:  # replay has not begun, and nothing is stored
         return list(range(batch.groups))
     step = supply.memory.table.column("step")
@@ -166,10 +166,10 @@ def stale(supply: Supply) -> list[PlannedGroup]:
 
 
 def _settle_bapo(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The first B of: fresh groups that teach, hard prompts that went better this time, and stored groups.
+    """Select the first B of: fresh groups that count, hard prompts that improved, and stored groups.
 
-    A fresh group teaches with a pass rate in [1/K, (K-1)/K]. Stored groups are those that `admit` has kept, to other
-    questions. If no fresh group teaches, all of them stay.
+    A fresh group counts with a pass rate in [1/K, (K-1)/K]. Stored groups are those that `admit` has kept, to other
+    questions. If no fresh group counts, all of them stay.
     """
     now, before = (counts[batch.question] for counts in (supply.memory.shown, supply.memory.earlier))
     first = np.arange(batch.groups) < supply.batch
@@ -183,8 +183,8 @@ def _settle_bapo(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
 def bapo(supply: Supply) -> list[PlannedGroup]:
     """B groups of K fresh answers; in every second step floor(rho B) hard prompts are answered again beside them.
 
-    A prompt is hard if its latest pass rate is at most `hard`. Groups that teach little give way to hard prompts and
-    stored groups. BAPO, arXiv 2602.20722.
+    A prompt is hard if its latest pass rate is at most `hard`. Fresh groups without a success or a failure give way to
+    hard prompts and stored groups. BAPO, arXiv 2602.20722.
     """
     fresh = supply.fresh(supply.batch)
     if supply.step % 2:
@@ -198,7 +198,7 @@ def bapo(supply: Supply) -> list[PlannedGroup]:
 
 
 def _settle_rehearsal(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
+    """Select the fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
     table = supply.memory.table
     drawn = supply.draw("buffered", supply.share(supply.batch)).tolist()
     stored = (PlannedGroup(question, 0, rows=tuple(table.of_question(question))) for question in drawn)

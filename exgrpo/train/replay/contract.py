@@ -1,8 +1,8 @@
-"""What the five functions of a method have to give, and what is wrong with what one gave.
+"""Results of the five functions of a method, and checks of the results of a user's functions.
 
-`compose` gives planned groups; `prioritise` and `expire` give what `exgrpo.train.replay.candidates` has.
+`compose` returns planned groups; `prioritise` and `expire` return the records of `exgrpo.train.replay.candidates`.
 
-`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and gives
+`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and returns
 `Weighed` for their T tokens. With A the advantage, c the factor and w = pi / reference the importance ratio of a token,
 its term in the objective is, by `needs(term=...)` of the function:
 
@@ -10,11 +10,11 @@ its term in the objective is, by `needs(term=...)` of the function:
     "ratio"     w c A
     "clipped"   min(w c A, clip(w) c A): that of fresh tokens
 
-For a function that says `needs(present="values")` the column `log_prob` is filled, with the policy before the update,
-which takes a pass through the model; with `needs(present="reference")` it only passes them on as the reference, and
-there is no pass where the update itself sees that policy.
+With `needs(present="values")` the column `log_prob` is filled by the policy before the update, which takes a pass
+through the model; with `needs(present="reference")` the function only passes them on as the reference, and there is no
+pass if the update itself starts from that policy.
 
-Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
+Each check takes the result and the arguments of a function, and returns what is wrong, or None.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Expired, Priority, Units
 
 PRESENT = np.float32(np.inf)
-"""In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
+"""Stands for the log-prob of the policy itself: w = 1, with its gradient."""
 
 PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
 SETTLED = "it gives a list of numbers of graded groups, and of planned groups with stored answers by their rows"
@@ -37,13 +37,13 @@ SETTLED = "it gives a list of numbers of graded groups, and of planned groups wi
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """One group of a step.
+    """A group of a step before its answers are generated.
 
     Attributes:
-        question: its question.
-        fresh: how many answers are generated.
-        choose: how many of the question's stored answers join; the rule of trajectories says which.
-        rows: stored answers that join, as rows of the memory's table.
+        question: index of its question.
+        fresh: number of answers to generate.
+        choose: number of the question's stored answers that join, chosen by `experience.trajectory`.
+        rows: further stored answers that join, as rows of the memory's table.
     """
 
     question: int
@@ -53,12 +53,12 @@ class PlannedGroup:
 
 
 class Weighed(NamedTuple):
-    """The terms of N replayed answers, of T tokens together.
+    """Terms of N replayed answers with T tokens.
 
     Attributes:
         reference: [T] fp32 log-probs of the policy that ratios refer to, or `PRESENT`.
-        factor: [T] fp32, of the advantage; None: 1. That of the answers' own advantages is not negative.
-        advantage: [N] in the place of the answers' own; None: these.
+        factor: [T] fp32 factor of the advantage, at least 0 if `advantage` is None; None: 1.
+        advantage: [N] replaces the answers' own; None: they keep them.
     """
 
     reference: Floats
@@ -69,15 +69,13 @@ class Weighed(NamedTuple):
 Weigh = Callable[[StepBatch, MethodOptions], Weighed]
 
 
-def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
-    """Of `admit`."""
+def _stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
     if not _is_array(given, "b", len(batch)):
         return f"{_gave(given)}; it gives an array with a bool for each of the {len(batch)} rows, whether it is stored"
     return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
 
 
-def weights(given: Any, units: Units, *_: Any) -> str | None:
-    """Of `prioritise`."""
+def _weights(given: Any, units: Units, *_: Any) -> str | None:
     right = f"it gives Priority(log_weight), with a number for each of {len(units)} units"
     if not isinstance(given, Priority):
         return f"{_gave(given)}; {right}"
@@ -96,16 +94,14 @@ def weights(given: Any, units: Units, *_: Any) -> str | None:
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
 
 
-def planned(given: Any, supply: Any) -> str | None:
-    """Of `compose`."""
+def _planned(given: Any, supply: Any) -> str | None:
     if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, supply):
         return wrong
     nothing = not any(group.fresh for group in given) and not supply.memory.retired.all()
     return f"it plans no fresh answer, and not all questions are retired; {PLANNED}" if nothing else None
 
 
-def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
-    """Of the function `settle` of a `compose`."""
+def _settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
     late = [one for one in given if isinstance(one, PlannedGroup)]
@@ -119,8 +115,7 @@ def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     return None
 
 
-def expired(given: Any, units: Units, *_: Any) -> str | None:
-    """Of `expire`."""
+def _expired(given: Any, units: Units, *_: Any) -> str | None:
     right = f"it gives Expired(rows, questions), rows with a bool for each of {len(units)} units, questions as indices"
     if not isinstance(given, Expired):
         return f"{_gave(given)}; {right}"
@@ -132,8 +127,7 @@ def expired(given: Any, units: Units, *_: Any) -> str | None:
     return None
 
 
-def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
-    """Of `weigh`; numbers that would spoil the update are wrong, too."""
+def _terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
     tokens = len(batch.token)
     right = f"it gives Weighed(reference [{tokens}], factor [{tokens}], advantage [{len(batch)}]), by token and by row"
     if not isinstance(given, Weighed):
@@ -167,7 +161,6 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
 
 
 def _impossible(groups: Iterable[PlannedGroup], supply: Any) -> str | None:
-    """What no group can be."""
     table = supply.memory.table
     for group in groups:
         question = group.question
@@ -191,11 +184,11 @@ def _gave(value: Any) -> str:
 
 
 CHECKS: dict[str, Callable[..., str | None]] = {
-    "admit": stored,
-    "prioritise": weights,
-    "compose": planned,
-    "settle": settled,
-    "expire": expired,
-    "weigh": terms,
+    "admit": _stored,
+    "prioritise": _weights,
+    "compose": _planned,
+    "settle": _settled,
+    "expire": _expired,
+    "weigh": _terms,
 }
-"""Of each kind of function."""
+"""Check of each kind of function."""

@@ -1,4 +1,4 @@
-"""How likely what is drawn: functions `(units, options) -> Priority`."""
+"""Sampling weights for replay: functions `(units, options) -> Priority`."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Priority, Units
 
 NEXT = 1e3
-"""Nats between two ranks: nothing of the lower one is drawn while there is something of the higher one."""
+"""Nats between two ranks: the higher one is exhausted before the lower one is drawn from."""
 SMALLEST = 1e-6
 """Added to an advantage or a reward, so that an answer with one of 0 has a weight, too."""
 
@@ -44,24 +44,22 @@ def linear_clip(units: Units, options: MethodOptions) -> Priority:
 
 
 def _by_count(units: Units, log_weight: Callable[[Doubles], Doubles]) -> Priority:
-    """A count is drawn by its weight, and a question among those with this count.
-
-    The strata are the success counts that occur, in their order.
+    """Weights of success counts, which are strata: questions with the same count are equally likely.
 
     Args:
         units: at least one.
-        log_weight: of success counts k.
+        log_weight: function of the success counts k that occur.
     """
     counts, stratum = np.unique(units.count, return_inverse=True)
     with np.errstate(divide="ignore"):  # a prompt may have a count of 0, and so a weight of 0
         of_counts = log_weight(counts)
-    if not np.isfinite(of_counts).any():  # prompts that nobody has solved yet: all are alike
+    if not np.isfinite(of_counts).any():  # no prompt has been solved yet: all are alike
         of_counts = np.zeros_like(of_counts)
     return Priority(of_counts, stratum)
 
 
 def random(units: Units, options: MethodOptions) -> Priority:
-    """No weights: everything is as likely (Arnal et al., arXiv 2604.08706; the ablation of ExGRPO)."""
+    """Equal weights (Arnal et al., arXiv 2604.08706; the ablation of ExGRPO)."""
     return Priority()
 
 
@@ -95,5 +93,5 @@ def middle(units: Units, options: MethodOptions) -> Priority:
 
 
 def least_used(units: Units, options: MethodOptions) -> Priority:
-    """What has been replayed least comes first, so that all take turns (Re:Max, package remax-rl)."""
+    """Least replayed first, so that all take turns (Re:Max, package remax-rl)."""
     return Priority(-NEXT * np.arange(units.replays.max() + 1), units.replays)

@@ -1,4 +1,4 @@
-"""The terms of replayed answers in the loss, by the function `objective.weigh`."""
+"""Terms of replayed answers in the loss, by the function `objective.weigh`."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from exgrpo.train.replay import rules
 from exgrpo.train.replay.contract import PRESENT, Weigh
 
 ScoreRows = Callable[[StepBatch], Floats]
-"""The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
+"""Log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
 
 
 class Weigher:
-    """Asks the function for the terms of a step's replayed answers.
+    """Fills the terms of a step's replayed answers by the function `weigh`.
 
     Args:
         options: name the function.
@@ -25,10 +25,10 @@ class Weigher:
             before it.
 
     Attributes:
-        term: in the loss, of all replayed tokens.
+        term: term of all replayed tokens in the loss.
 
     Raises:
-        ConfigError: there is no such function, or it declares what there is not.
+        ConfigError: there is no such function, or its declaration is wrong.
     """
 
     def __init__(self, options: MethodOptions, score: ScoreRows, *, one_update: bool) -> None:
@@ -41,14 +41,14 @@ class Weigher:
 
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
-        """With the options of a run."""
+        """Return the weigher of a run."""
         return cls(config.method, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, batch: StepBatch) -> None:
-        """Put the terms of the replayed rows that are trained on: `ratio_log_prob`, `factor` and `advantage`.
+        """Fill `ratio_log_prob`, `factor` and `advantage` of the replayed rows that are trained on.
 
         Raises:
-            ConfigError: the function gives something else, or numbers that would spoil the update.
+            MethodError: a user's function returns something else, or numbers that would spoil the update.
         """
         rows = batch.rows_of(batch.trained)
         rows = rows[batch.replayed[rows]]
@@ -62,7 +62,7 @@ class Weigher:
             batch.advantage[rows] = weighed.advantage
 
     def _read(self, replayed: StepBatch) -> StepBatch:
-        """With the log-probs of the policy before the update where the function needs them, and only there."""
+        # `log_prob` is filled only if the function declares that it needs it.
         replayed = replayed.without("log_prob", "entropy")
         if self._needs.present == "reference" and self._one_update:
             replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))

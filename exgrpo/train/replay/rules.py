@@ -1,15 +1,15 @@
-"""The five functions that make a method of replay, by name.
+"""Look-up of the five functions of a method of replay.
 
 | kind | from | to |
 |---|---|---|
-| admit | a graded batch | which of its rows are stored |
-| prioritise | what can be drawn, as columns | weights |
-| compose | a batch, and draws by these weights | the groups of a step |
+| admit | a graded batch | a mask of the rows to store |
+| prioritise | candidates, as columns | sampling weights |
+| compose | the experience and fresh questions | the groups of a step |
 | weigh | the replayed rows of a step | the terms of their tokens in the loss |
-| expire | what is stored, as columns | what is forgotten |
+| expire | stored trajectories, as columns | a mask of those to forget |
 
-A name is that of a function of the module `exgrpo.train.replay.KIND`, or the place of a function of one's own; see
-`exgrpo.train.common.functions`. What a function needs of a step, it says itself: see `needs`.
+A name is that of a function in the module `exgrpo.train.replay.KIND`, or the place of a user's function. `Needs` in
+`exgrpo.train.common.functions` has what a function may declare.
 """
 
 import functools
@@ -31,11 +31,11 @@ ARGUMENTS = {
     "weigh": ("batch", "options"),
     "expire": ("units", "options"),
 }
-"""What the functions of each kind are called with."""
+"""Arguments of the functions of each kind."""
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of the functions of a kind that are here."""
+    """Names of the built-in functions of a kind."""
     return KINDS[kind].names
 
 
@@ -92,7 +92,7 @@ def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> Non
 
 
 def _hint(error: Exception, kind: str) -> str:
-    """What else a person needs to know of what one of their functions raised."""
+    """Return a remedy for an exception of a user's function; empty if there is none to name."""
     if not isinstance(error, AttributeError) or not type(error.obj).__module__.startswith("exgrpo."):
         return ""
     if kind == "weigh" and error.name == "log_prob":

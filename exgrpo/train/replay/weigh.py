@@ -1,4 +1,4 @@
-"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `exgrpo.train.replay.contract`."""
+"""Terms of replayed tokens in the loss: functions `(batch, options) -> Weighed`; see `exgrpo.train.replay.contract`."""
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def second_moment(batch: StepBatch, options: MethodOptions) -> Weighed:
 
 @needs(term="clipped", present="values")
 def veto(batch: StepBatch, options: MethodOptions) -> Weighed:
-    """The clipped ratio; of an answer with A < 0, nothing behind its first token with w below the trigger is learnt.
+    """The clipped ratio; for A < 0, all tokens after the first one with w < `trigger` are masked.
 
     So failures that the policy has left are not pushed further away (mu-GRPO, arXiv 2605.17570).
     """
