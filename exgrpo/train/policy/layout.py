@@ -102,9 +102,9 @@ class Packed(Layout):
 
     def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
         # The answers to a prompt stay together as far as the budget allows, which counts prompts whole.
-        units, costs = _units(batch, budget)
+        parts, costs = _parts(batch, budget)
         return [
-            [[row for number in of_pass for row in units[number]] for of_pass in of_rank]
+            [[row for number in of_pass for row in parts[number]] for of_pass in of_rank]
             for of_rank in schedule(costs, budget, ranks, padded=False)
         ]
 
@@ -181,23 +181,23 @@ def _group(indices: Sequence[int], lengths: Sequence[int], budget: int, *, padde
     return groups
 
 
-def _units(batch: StepBatch, budget: int) -> tuple[list[list[int]], list[int]]:
+def _parts(batch: StepBatch, budget: int) -> tuple[list[list[int]], list[int]]:
     """Group rows with the same prompt in parts that fit into the budget; return them and the tokens read of each."""
-    units: list[list[int]] = []
+    parts: list[list[int]] = []
     costs: list[int] = []
     newest: dict[int, int] = {}
     columns = (batch.question[batch.group].tolist(), batch.length.tolist(), _read(batch).tolist())
     for row, (question, length, read) in enumerate(zip(*columns, strict=True)):
         number = None if length >= LONG else newest.get(question)
         if number is not None and costs[number] + length - 1 <= budget:
-            units[number].append(row)
+            parts[number].append(row)
             costs[number] += length - 1
         else:
             if length < LONG:
-                newest[question] = len(units)
-            units.append([row])
+                newest[question] = len(parts)
+            parts.append([row])
             costs.append(read)
-    return units, costs
+    return parts, costs
 
 
 def _read(batch: StepBatch) -> Ints:

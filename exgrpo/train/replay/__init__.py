@@ -8,13 +8,15 @@ band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in th
 from exgrpo.train.common.functions import needs
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.replay import ExperienceConfig
-from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
+from exgrpo.train.replay.candidates import Candidates, Expired, MeanScores, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
 from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
-from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 __all__ = [
+    "BatchPlanner",
+    "Candidates",
     "ExperienceConfig",
     "ExperienceMemory",
     "Expired",
@@ -26,9 +28,7 @@ __all__ = [
     "Priority",
     "Replay",
     "ReplayState",
-    "Supply",
     "TakenIn",
-    "Units",
     "Weighed",
     "draw",
     "needs",

@@ -1,6 +1,6 @@
 """Candidates of replay as columns, draws by weight, and the choice among the stored answers to a question.
 
-Units are questions, prompts or stored trajectories. They are drawn without replacement.
+Candidates are questions, prompts or stored trajectories. They are drawn without replacement.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
 from exgrpo.train.config.replay import TrajectoryRule
 
 KNOWN = ("question", "count", "step", "reward", "advantage", "replays", "length", "key")
-"""Columns of units."""
+"""Columns of candidates."""
 ROUNDS = 8
-"""Rounds of draws, after which a few units outweigh all others, and the rest is drawn by a race."""
+"""Rounds of draws, after which a few candidates outweigh all others, and the rest is drawn by a race."""
 BLOCK = 256
-"""Units per partial sum of weights."""
+"""Candidates per partial sum of weights."""
 MOST = 1 << 14
 """Draws per round, of 2 KiB each."""
 SMALLEST = 1e-200
@@ -28,8 +28,8 @@ FARTHEST = 1e4
 """Nats between a weight of 0 and the smallest other one."""
 
 
-class Units:
-    """N units as columns [N].
+class Candidates:
+    """N candidates as columns [N].
 
     Stored trajectories have all columns. Questions with stored trajectories have those of their newest one. Prompts
     have only `question`, `count`, `step` and `replays`.
@@ -43,11 +43,11 @@ class Units:
         question: Index of the question.
         count: The question's success count by its latest group, k = K m / F: in [1, K-1], of prompts in [0, K].
         step: Training step in which the trajectory was written, or the prompt asked.
-        reward: What the verifier gave.
-        advantage: Of the trajectory in the group that it was written in.
-        replays: How often it has been replayed, or the prompt answered again.
-        length: Its response tokens.
-        key: Of its solution; 0: none.
+        reward: Reward from the verifier.
+        advantage: Advantage in the group that it was written in.
+        replays: Number of replays, or of further steps that asked the prompt.
+        length: Number of response tokens.
+        key: Key of its solution; 0: none.
     """
 
     def __init__(self, now: int, read: Callable[[str], npt.NDArray], solved: Ints | None = None) -> None:
@@ -56,11 +56,11 @@ class Units:
         self._read = read
 
     @classmethod
-    def of(cls, now: int, **columns: npt.NDArray) -> "Units":
-        """Units with these columns alone.
+    def of(cls, now: int, **columns: npt.NDArray) -> "Candidates":
+        """Candidates with these columns alone.
 
         Raises, when another one is read:
-            ConfigError: these units do not have it.
+            ConfigError: these candidates do not have it.
         """
 
         def read(name: str) -> npt.NDArray:
@@ -75,7 +75,7 @@ class Units:
 
     def __getattr__(self, name: str) -> npt.NDArray:
         if name not in KNOWN:
-            raise AttributeError(f"units have no {name}", name=name, obj=self)
+            raise AttributeError(f"candidates have no {name}", name=name, obj=self)
         values = vars(self)[name] = self._read(name)
         return values
 
@@ -85,9 +85,9 @@ class Units:
     def __len__(self) -> int:
         return len(self.question)
 
-    def take(self, places: npt.NDArray | slice) -> "Units":
-        """Select units by numbers [M], a mask [N] or a slice."""
-        return Units(self.now, lambda name: self._read(name)[places], self.solved)
+    def take(self, places: npt.NDArray | slice) -> "Candidates":
+        """Select candidates by numbers [M], a mask [N] or a slice."""
+        return Candidates(self.now, lambda name: self._read(name)[places], self.solved)
 
     @property
     def age(self) -> Ints:
@@ -113,12 +113,12 @@ class Expired(NamedTuple):
 
 
 class Priority(NamedTuple):
-    """Result of a function `prioritise`: sampling weights of N units.
+    """Result of a function `prioritise`: sampling weights of N candidates.
 
     Attributes:
-        log_weight: logarithms of unnormalised weights, so that no option makes all of them vanish: [N] of units, or [S]
-            of strata; None: all units have the same weight.
-        stratum: [N] int, the stratum of each unit, 0..S-1, whose units are equally likely. None: no strata.
+        log_weight: logarithms of unnormalised weights, so that no option makes all vanish: [N] of candidates, or
+            [S] of strata; None: all candidates have the same weight.
+        stratum: [N] int, the stratum of each candidate, 0..S-1, whose candidates are equally likely. None: no strata.
     """
 
     log_weight: Doubles | None = None
@@ -126,7 +126,7 @@ class Priority(NamedTuple):
 
 
 def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -> Ints:
-    """Draw `wanted` of `size` units without replacement, each by the weights of those that are left.
+    """Draw `wanted` of `size` candidates without replacement, each by the weights of those that are left.
 
     With strata, their numbers are multinomial and their members uniform without replacement; what a stratum lacks goes
     one at a time to those with room, by the same weights.
@@ -135,34 +135,34 @@ def draw(rng: np.random.Generator, size: int, wanted: int, priority: Priority) -
         rng: generator that is advanced.
         size: N.
         wanted: at most N.
-        priority: of these units.
+        priority: of these candidates.
 
     Returns:
-        [wanted] numbers of units; with strata ordered by stratum, else in the order of their drawing.
+        [wanted] numbers of candidates; with strata ordered by stratum, else in the order of their drawing.
     """
     if wanted == 0:
         return np.empty(0, dtype=np.int64)
     if priority.log_weight is None:
         return rng.choice(size, wanted, replace=False).astype(np.int64)
     if priority.stratum is None:
-        return _draw_units(rng, priority.log_weight, wanted)
+        return _draw_weighted(rng, priority.log_weight, wanted)
     return _draw_strata(rng, priority.log_weight, priority.stratum, wanted)
 
 
-def _draw_units(rng: np.random.Generator, log_weight: Doubles, wanted: int) -> Ints:
-    # Independent draws without the repeated ones have the law of drawing one after the other. A race for all units has
-    # the same law, but takes 26 ms for a million of them, and this 3 to 7 ms.
-    weight = np.zeros(-(-len(log_weight) // BLOCK) * BLOCK)
+def _draw_weighted(rng: np.random.Generator, log_weight: Doubles, wanted: int) -> Ints:
+    # Independent draws without the repeated ones have the law of drawing one after the other. A race of all candidates
+    # has the same law, but takes 26 ms for a million of them, and this 3 to 7 ms.
+    flat = np.zeros(-(-len(log_weight) // BLOCK) * BLOCK)
     if np.isfinite(largest := log_weight.max()):
-        np.exp(log_weight - largest, out=weight[: len(log_weight)])
-    weight = weight.reshape(-1, BLOCK)
+        np.exp(log_weight - largest, out=flat[: len(log_weight)])
+    weight = flat.reshape(-1, BLOCK)  # a view
     drawn: dict[int, None] = {}
     sums = np.cumsum(weight.sum(1))
     for _ in range(ROUNDS):
         if sums[-1] < SMALLEST:
             break
         before, missing = len(drawn), min(wanted - len(drawn), MOST)
-        # First a block by its sum, then a unit of the block: a cumulative sum of all units would take longer.
+        # First a block by its sum, then one of the block: a cumulative sum of all candidates would take longer.
         block = np.searchsorted(sums, rng.random(missing) * sums[-1], side="right")
         inner = np.cumsum(weight[block], axis=1)
         places = block * BLOCK + (inner <= (rng.random(missing) * inner[:, -1])[:, None]).sum(1)
@@ -170,7 +170,7 @@ def _draw_units(rng: np.random.Generator, log_weight: Doubles, wanted: int) -> I
         if len(drawn) == wanted:
             return np.array(list(drawn), np.int64)
         if 2 * (len(drawn) - before) < missing:
-            weight.reshape(-1)[list(drawn)] = 0
+            flat[list(drawn)] = 0
             sums = np.cumsum(weight.sum(1))
     found = np.array(list(drawn), np.int64)
     left = np.delete(np.arange(len(log_weight)), found)

@@ -26,12 +26,12 @@ import numpy as np
 from exgrpo.train.common.errors import shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.config.objective import MethodOptions
-from exgrpo.train.replay.candidates import Expired, Priority, Units
+from exgrpo.train.replay.candidates import Candidates, Expired, Priority
 
 PRESENT = np.float32(np.inf)
 """Stands for the log-prob of the policy itself: w = 1, with its gradient."""
 
-PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
+PLANNED = "it gives a list of PlannedGroup, as planner.fresh and planner.alone do"
 SETTLED = "it gives a list of numbers of graded groups, and of planned groups with stored answers by their rows"
 
 
@@ -75,39 +75,39 @@ def _stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
     return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
 
 
-def _weights(given: Any, units: Units, *_: Any) -> str | None:
-    right = f"it gives Priority(log_weight), with a number for each of {len(units)} units"
+def _weights(given: Any, candidates: Candidates, *_: Any) -> str | None:
+    right = f"it gives Priority(log_weight), with a number for each of {len(candidates)} candidates"
     if not isinstance(given, Priority):
         return f"{_gave(given)}; {right}"
     log_weight, stratum = given
-    if stratum is not None and not _is_array(stratum, "iu", len(units)):
-        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(units)} units"
+    if stratum is not None and not _is_array(stratum, "iu", len(candidates)):
+        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(candidates)} candidates"
     if log_weight is None:
         return None
-    if not _is_array(log_weight, "fiu", len(units) if stratum is None else np.size(log_weight)):
+    if not _is_array(log_weight, "fiu", len(candidates) if stratum is None else np.size(log_weight)):
         return f"{_gave(log_weight)} in a Priority; {right}"
-    if stratum is not None and len(units) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
+    if stratum is not None and len(candidates) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
         return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"
-    largest = log_weight.max() if len(units) else 0.0
+    largest = log_weight.max() if len(candidates) else 0.0
     if not largest < np.inf:
         return f"a logarithm of a weight is {largest}"
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
 
 
-def _planned(given: Any, supply: Any) -> str | None:
-    if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, supply):
+def _planned(given: Any, planner: Any) -> str | None:
+    if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, planner):
         return wrong
-    nothing = not any(group.fresh for group in given) and not supply.memory.retired.all()
+    nothing = not any(group.fresh for group in given) and not planner.memory.retired.all()
     return f"it plans no fresh answer, and not all questions are retired; {PLANNED}" if nothing else None
 
 
-def _settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
+def _settled(given: Any, batch: StepBatch, planner: Any) -> str | None:
     if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
     late = [one for one in given if isinstance(one, PlannedGroup)]
     if asking := [one for one in late if one.fresh or one.choose]:
         return f"it plans {shown(asking[0])} when all have been graded; {SETTLED}"
-    if wrong := _impossible(late, supply):
+    if wrong := _impossible(late, planner):
         return wrong
     numbers = sorted(int(one) for one in given if not isinstance(one, PlannedGroup))
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(batch.groups)):
@@ -115,12 +115,13 @@ def _settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     return None
 
 
-def _expired(given: Any, units: Units, *_: Any) -> str | None:
-    right = f"it gives Expired(rows, questions), rows with a bool for each of {len(units)} units, questions as indices"
+def _expired(given: Any, candidates: Candidates, *_: Any) -> str | None:
+    size = len(candidates)
+    right = f"it gives Expired(rows, questions), rows with a bool for each of {size} candidates, questions as indices"
     if not isinstance(given, Expired):
         return f"{_gave(given)}; {right}"
     rows, questions = given
-    if rows is not None and not _is_array(rows, "b", len(units)):
+    if rows is not None and not _is_array(rows, "b", len(candidates)):
         return f"{_gave(rows)} as its rows; {right}"
     if questions is not None and not _is_array(questions, "iu", np.size(questions)):
         return f"{_gave(questions)} as its questions; {right}"
@@ -160,8 +161,8 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
 
 
-def _impossible(groups: Iterable[PlannedGroup], supply: Any) -> str | None:
-    table = supply.memory.table
+def _impossible(groups: Iterable[PlannedGroup], planner: Any) -> str | None:
+    table = planner.memory.table
     for group in groups:
         question = group.question
         numbers = (question, group.fresh, group.choose, *group.rows)

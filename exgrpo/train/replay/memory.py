@@ -11,7 +11,7 @@ from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.candidates import Units
+from exgrpo.train.replay.candidates import Candidates
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
 from exgrpo.train.replay.stored import Stored, pack
 from exgrpo.train.replay.table import OF_ORIGIN, Table
@@ -98,26 +98,26 @@ class ExperienceMemory:
         sizes[0] = 0
         return sizes
 
-    def stored(self, now: int, solved: Ints | None = None) -> Units:
+    def stored(self, now: int, solved: Ints | None = None) -> Candidates:
         """All stored trajectories, in the order of `Table.rows`, for a step."""
         table = self.table
 
         def read(name: str) -> npt.NDArray:
             return self.count[table.column("question")] if name == "count" else table.column(name)
 
-        return Units(now, read, solved)
+        return Candidates(now, read, solved)
 
-    def buffered(self, now: int) -> Units:
+    def buffered(self, now: int) -> Candidates:
         """The questions with stored trajectories, in the order of their indices, for a step."""
         questions = np.flatnonzero(self.count)
         newest = self.table.newest(questions)
         own = {"question": questions, "count": self.count[questions]}
-        return Units(now, lambda name: own[name] if name in own else self.table.values(name, newest))
+        return Candidates(now, lambda name: own[name] if name in own else self.table.values(name, newest))
 
-    def prompts(self, now: int) -> Units:
+    def prompts(self, now: int) -> Candidates:
         """The questions that were asked already and have not left, for a step."""
         questions = np.flatnonzero((self.asked != NEVER) & ~self.retired)
-        return Units.of(
+        return Candidates.of(
             now,
             question=questions,
             count=self.shown[questions],

@@ -19,8 +19,8 @@ from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.difficulty import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
 from exgrpo.train.replay.stored import Stored
-from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 ScoreAll = Callable[[StepBatch], MeanScores]
 """Scores the rows of a batch under the current policy at temperature 1."""
@@ -115,17 +115,17 @@ class Replay:
         """Whether a function of the method reads the scores of the fresh answers of a step."""
         return (self.active and self.memory.admits_by_scores) or self._settles_by_scores
 
-    def _supply(self, batch: int, step: int) -> Supply:
+    def _planner(self, batch: int, step: int) -> BatchPlanner:
         ratio = self.config.ratio if self.active and step > self._opened else 0.0
-        return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
+        return BatchPlanner(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
         """The groups of a step: of `batch` questions, or fewer where too few are left unretired."""
-        return list(self._compose(self._supply(batch, step)))
+        return list(self._compose(self._planner(batch, step)))
 
     def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
         """Groups of fresh answers to at most `wanted` further questions, which are not `without`."""
-        return self._supply(wanted, step).fresh(wanted, without)
+        return self._planner(wanted, step).fresh(wanted, without)
 
     def select(self, planned: Sequence[PlannedGroup], score: ScoreAll) -> StepBatch:
         """The stored answers that join each of the planned groups; each of them counts as a replay.
@@ -193,7 +193,7 @@ class Replay:
             return batch
         graded = batch.of_groups(among)
         graded = graded if self._settles_by_scores else graded.without(*SCORES)
-        settled = self._settle(graded, self._supply(size, step))
+        settled = self._settle(graded, self._planner(size, step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]
         numbers = iter(range(batch.groups, batch.groups + len(late)))
         trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]

@@ -25,11 +25,11 @@ from exgrpo.train.replay.contract import CHECKS
 
 ARGUMENTS = {
     "admit": ("batch", "options"),
-    "prioritise": ("units", "options"),
-    "compose": ("supply",),
-    "settle": ("batch", "supply"),
+    "prioritise": ("candidates", "options"),
+    "compose": ("planner",),
+    "settle": ("batch", "planner"),
     "weigh": ("batch", "options"),
-    "expire": ("units", "options"),
+    "expire": ("candidates", "options"),
 }
 """Arguments of the functions of each kind."""
 

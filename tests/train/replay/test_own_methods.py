@@ -16,22 +16,22 @@ from exgrpo.train.replay import Expired, PlannedGroup, Priority, Weighed, needs
 def admit(batch, options):
     return batch.fresh & (batch.reward < options.success)
 
-def prioritise(units, options):
-    return Priority(-1000 * units.question)
+def prioritise(candidates, options):
+    return Priority(-1000 * candidates.question)
 
-def settle(batch, supply):
-    return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
+def settle(batch, planner):
+    return [*range(batch.groups), *planner.alone(planner.draw("stored", 2))]
 
 @needs(settle=settle)
-def compose(supply):
-    return supply.fresh(3)
+def compose(planner):
+    return planner.fresh(3)
 
 @needs(term="ratio")
 def weigh(batch, options):
     return Weighed(batch.old_log_prob, advantage=7.0 + 0 * batch.reward)
 
-def expire(units, options):
-    return Expired(units.length > 5, units.solved)
+def expire(candidates, options):
+    return Expired(candidates.length > 5, candidates.solved)
 
 number = 5
 """
@@ -73,7 +73,9 @@ def test_a_method_may_be_a_file_of_ones_own(own):
 def test_stored_answers_that_are_planned_ahead_are_the_same_after_a_restart(tmp_path):
     """A restored memory numbers its rows anew."""
     path = tmp_path / "ahead.py"
-    path.write_text("def compose(supply):\n    return [*supply.fresh(4), *supply.alone(supply.draw('stored', 2))]\n")
+    path.write_text(
+        "def compose(planner):\n    return [*planner.fresh(4), *planner.alone(planner.draw('stored', 2))]\n"
+    )
     experience = {"compose": f"{path}:compose", "advantage": "stored", "capacity": 12}
     rollout = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
     trainer, other = (make(half(24), experience=experience, rollout=rollout) for _ in range(2))
@@ -113,7 +115,7 @@ READS = "chosen = batch.by_token(batch.fresh)\n    assert not np.isnan(batch.COL
 def test_scores_of_fresh_answers_are_there_for_a_function_that_needs_them(own, kind, column):
     """They are those of all answers; without the declaration the column cannot be read."""
     reads = OWN.replace("\nfrom", "\nimport numpy as np\nfrom", 1)
-    head = f"def {kind}(" + {"admit": "batch, options):\n    ", "settle": "batch, supply):\n    "}[kind]
+    head = f"def {kind}(" + {"admit": "batch, options):\n    ", "settle": "batch, planner):\n    "}[kind]
     reads = reads.replace(head, head + READS.replace("COLUMN", column))
     own.write_text(reads)
     config = configured(places(own))
@@ -213,17 +215,29 @@ def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_
             "return batch.rewards > 0",
             "a StepBatch has no rewards ({line}); there are behaviour, chosen_entropy",
         ),
-        ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
-        ("prioritise", "return Priority(units.count[1:])", "it gave an array [{number}] of float64 in a Priority; it"),
-        ("prioritise", "return Priority(units.count[:1], units.question)", "its strata are {number} to {number}"),
         (
             "prioritise",
-            "return Priority(units.lenght)",
-            "units have no lenght ({line}); there are accuracy, advantage, age, count",
+            "return -candidates.count",
+            "it gave an array [{number}] of float64; it gives Priority(",
         ),
-        ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
-        ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
-        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        (
+            "prioritise",
+            "return Priority(candidates.count[1:])",
+            "it gave an array [{number}] of float64 in a Priority",
+        ),
+        (
+            "prioritise",
+            "return Priority(candidates.count[:1], candidates.question)",
+            "its strata are {number}",
+        ),
+        (
+            "prioritise",
+            "return Priority(candidates.lenght)",
+            "candidates have no lenght ({line}); there are accuracy, advantage, age, count",
+        ),
+        ("prioritise", "return Priority(candidates.count * np.nan)", "a logarithm of a weight is nan"),
+        ("prioritise", "return Priority(candidates.count - np.inf)", "all logarithms of weights are -inf"),
+        ("compose", "return planner.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as planner.fresh"),
         ("compose", "return []", "it plans no fresh answer, and not all questions are retired; it gives a list"),
         ("compose", "return [PlannedGroup(12, 4)]", "fresh=4, choose=0, rows=()), and questions are 0 to 11"),
         ("compose", "return [PlannedGroup(3, 2, 9)]", "choose=9, rows=()), and stored of that question are the rows"),
@@ -231,12 +245,12 @@ def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_
         ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
         ("settle", "return [0, 3]", "it gave the groups [0, 3], and there are 3, from 0, each of which counts once"),
         ("settle", "return [*np.arange(2), 1]", "it gave the groups [0, 1, 1], and there are 3"),
-        ("settle", "return supply.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
+        ("settle", "return planner.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
         ("settle", "return [PlannedGroup(0, 0, 2)]", "fresh=0, choose=2, rows=()) when all have been graded; it gives"),
-        ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
+        ("expire", "return candidates.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
         (
             "expire",
-            "return Expired(units.replays[1:] > 1)",
+            "return Expired(candidates.replays[1:] > 1)",
             "it gave an array [{number}] of bool as its rows; it gives",
         ),
         ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),

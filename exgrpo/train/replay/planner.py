@@ -1,7 +1,7 @@
 """Planning of a batch: fresh questions, stored answers, and draws of both.
 
-`compose(supply) -> planned groups` is called before anything is generated. With `needs(settle=function)`,
-`settle(batch, supply)` gets the graded groups of the step after the memory has stored them, and returns numbers of
+`compose(planner) -> planned groups` is called before anything is generated. With `needs(settle=function)`,
+`settle(batch, planner)` gets the graded groups of the step after the memory has stored them, and returns numbers of
 groups to train on, and planned groups of stored answers alone. Further declarations of `compose`: `alone` if these are
 of one answer each, since such a group has no advantage of its own; `fills` if they take the places of graded groups,
 for which `rollout.refills` would ask further questions; `in_place` if planned stored answers take the places of fresh
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Ints
 from exgrpo.train.config.objective import MethodOptions
-from exgrpo.train.replay.candidates import Priority, Units, draw
+from exgrpo.train.replay.candidates import Candidates, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.table import Table
@@ -103,7 +103,7 @@ class FreshQuestions:
 
 
 @dataclass(frozen=True, eq=False)
-class Supply:
+class BatchPlanner:
     """Everything `compose` may draw on to plan a step.
 
     Attributes:
@@ -113,7 +113,7 @@ class Supply:
         options: of the method, and K.
         memory: the experience.
         pool: the fresh questions.
-        prioritise: returns the sampling weights of units.
+        prioritise: returns the sampling weights of candidates.
         rng: generator of all draws except those of fresh questions.
     """
 
@@ -123,7 +123,7 @@ class Supply:
     options: MethodOptions
     memory: ExperienceMemory
     pool: FreshQuestions
-    prioritise: Callable[[Units, MethodOptions], Priority]
+    prioritise: Callable[[Candidates, MethodOptions], Priority]
     rng: np.random.Generator
 
     @property
@@ -136,30 +136,30 @@ class Supply:
         # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
         return math.floor(self.ratio * of + 1e-9)
 
-    def units(self, kind: Kind) -> Units:
+    def candidates(self, kind: Kind) -> Candidates:
         """Return questions with stored answers, prompts that were asked, or all stored answers."""
         return getattr(self.memory, kind)(self.step)
 
     def draw(self, kind: Kind, wanted: int) -> Ints:
-        """Draw at most `wanted` units by their weights: indices of questions, or rows of stored answers."""
-        units = self.units(kind)
-        return self.draw_from(units, wanted, self.memory.table.rows() if kind == "stored" else units.question)
+        """Draw at most `wanted` candidates by their weights: indices of questions, or rows of stored answers."""
+        candidates = self.candidates(kind)
+        return self.draw_from(candidates, wanted, self.memory.table.rows() if kind == "stored" else candidates.question)
 
-    def draw_from(self, units: Units, wanted: int, names: Ints) -> Ints:
-        """Draw at most `wanted` of the units by their weights; return their `names` [len(units)]."""
+    def draw_from(self, candidates: Candidates, wanted: int, names: Ints) -> Ints:
+        """Draw at most `wanted` of the candidates by their weights; return their `names` [len(candidates)]."""
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.options))]
+        return names[draw(self.rng, len(names), wanted, self.prioritise(candidates, self.options))]
 
-    def earlier(self) -> tuple[Units, Ints]:
+    def earlier(self) -> tuple[Candidates, Ints]:
         """Return the stored answers of earlier steps, and their rows."""
         table = self.memory.table
         before = table.column("step") < self.step
         count = int(np.count_nonzero(before))
         # They were usually stored first: then a slice avoids a copy.
         places = slice(count) if before[:count].all() else np.flatnonzero(before)
-        return self.units("stored").take(places), table.rows()[places]
+        return self.candidates("stored").take(places), table.rows()[places]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Plan groups of K answers to at most `wanted` fresh questions that are not retired and not in `without`."""
@@ -173,24 +173,24 @@ class Supply:
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
 
 
-def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
+def with_stored(planner: BatchPlanner, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
     """Let at most `most` stored answers join each of the first floor(rho B) fresh groups, which come last then."""
-    held = supply.memory.table.held
-    joined = [min(most, int(held[group.question])) for group in groups[: supply.share(supply.batch)]]
+    held = planner.memory.table.held
+    joined = [min(most, int(held[group.question])) for group in groups[: planner.share(planner.batch)]]
     first = [dataclasses.replace(group, choose=several) for group, several in zip(groups, joined, strict=False)]
     return sorted([*first, *groups[len(first) :]], key=lambda group: group.choose > 0)
 
 
-def draw_groups(supply: Supply, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
+def draw_groups(planner: BatchPlanner, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
     """Draw at most `wanted` whole groups of earlier steps, to questions that are not in `without`.
 
     The weight of a group is that of its first answer. Two groups to one question may be drawn.
     """
-    table = supply.memory.table
+    table = planner.memory.table
     question, step = table.column("question"), table.column("step")
     first = first_of_groups(table)
-    first = first[(step[first] < supply.step) & ~np.isin(question[first], without)]
-    return groups_at(table, supply.draw_from(supply.units("stored").take(first), wanted, first))
+    first = first[(step[first] < planner.step) & ~np.isin(question[first], without)]
+    return groups_at(table, planner.draw_from(planner.candidates("stored").take(first), wanted, first))
 
 
 def first_of_groups(table: Table) -> Ints:
