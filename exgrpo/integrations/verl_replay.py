@@ -45,6 +45,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
     from exgrpo.train.policy.batch import advantages
+    from exgrpo.train.policy.loss import LossTerms
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
     from exgrpo.train.replay.replayed import Weigher
 
@@ -80,7 +81,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
         self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
-        self.surrogate = SURROGATES.find(self.options.objective.surrogate)
+        surrogate = SURROGATES.find(self.options.objective.surrogate)
+        self.terms = LossTerms(self.options.method, 1.0, term=self.weigher.term, surrogate=surrogate)
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
@@ -113,8 +115,7 @@ class ExGRPOTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """Set the workers' loss, and fill the experience of a new run."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        options, surrogate = self.options.method, self.surrogate
-        loss = partial(replay_loss, config=actor, options=options, surrogate=surrogate, term=self.weigher.term)
+        loss = partial(replay_loss, config=actor, terms=self.terms)
         self.actor_rollout_wg.set_loss_fn(loss)
         if not self.global_steps and (started := begin(self)):
             print(started, flush=True)
@@ -316,7 +317,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
         taught = nested["advantages"].values() * nested["weights"].values()
-        if not (Needs.of(self.surrogate).all_rows or taught.any()):
+        if not (Needs.of(self.terms.surrogate).all_rows or taught.any()):
             self._trained = 0
         return result
 

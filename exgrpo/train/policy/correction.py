@@ -59,24 +59,16 @@ def _means(batch: StepBatch, values: Floats) -> Doubles:
     return batch.sums(values) / np.maximum(batch.written, 1)
 
 
-def _of_token(batch: StepBatch, log_ratio: Floats) -> Floats:
-    return log_ratio
-
-
 def _of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
     return batch.by_token(batch.sums(log_ratio))
 
 
-def _mean_of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
-    return batch.by_token(_means(batch, log_ratio))
-
-
 METHODS: dict[CorrectionName, Method] = {
-    "tis": Method(_of_token, "ratio", "bound"),
-    "token_mask": Method(_of_token, "ratio", "zero"),
+    "tis": Method(lambda _, log_ratio: log_ratio, "ratio", "bound"),
+    "token_mask": Method(lambda _, log_ratio: log_ratio, "ratio", "zero"),
     "sequence_tis": Method(_of_answer, "ratio", "bound"),
     "sequence_mask": Method(_of_answer, "ratio", "zero"),
-    "geometric_mask": Method(_mean_of_answer, "one", "zero"),
+    "geometric_mask": Method(lambda batch, log_ratio: batch.by_token(_means(batch, log_ratio)), "one", "zero"),
 }
 
 

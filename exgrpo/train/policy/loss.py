@@ -44,17 +44,9 @@ class LossTerms:
     def of(
         cls, minibatch: MiniBatch, options: MethodOptions, surrogate: Surrogate, *, ranks: int, clip: bool, term: Term
     ) -> "LossTerms":
-        """Return the terms of a mini-batch.
+        """Return the terms of a mini-batch on `ranks` processes, over which DeepSpeed averages gradients.
 
         Entropies and divergences are means over its tokens, whatever the objectives are divided by.
-
-        Args:
-            minibatch: of an optimiser step.
-            options: of the run.
-            surrogate: of fresh tokens.
-            ranks: number of processes; DeepSpeed averages gradients over them.
-            clip: True if ratios are clipped.
-            term: of replayed tokens.
         """
         objective, normalizer = options.objective, minibatch.normalizer
         return cls(
