@@ -34,7 +34,7 @@ from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_c
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
-from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
+from exgrpo.train.replay import ExperienceConfig, MeanScores, MethodOptions, Replay
 from exgrpo.train.replay.replay import ReplayState
 from exgrpo.train.replay.table import Stored, Table
 
@@ -119,7 +119,7 @@ def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
     """Return an empty replay, which selects without a model's scores."""
     config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
-    return Replay(Setting(config, SAMPLES), sizes.questions, seed=1)
+    return Replay(MethodOptions(config, SAMPLES), sizes.questions, seed=1)
 
 
 def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int) -> tuple[float, float, float]:

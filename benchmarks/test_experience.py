@@ -11,7 +11,7 @@ import pytest
 from exgrpo.train.checkpoint.store import ExperienceStore
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
-from exgrpo.train.replay import ExperienceConfig, Replay, Setting
+from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay
 from exgrpo.train.replay.table import pack
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -90,7 +90,7 @@ class Experience:
             for i in range(size)
         ]
         config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
-        self.replay = Replay(Setting(config, SAMPLES), questions, seed=1)
+        self.replay = Replay(MethodOptions(config, SAMPLES), questions, seed=1)
         self.memory = self.replay.memory
         columns = filled_columns(len(stored), self.rng)
         self.memory.restore(filled_arrays(questions, self.rng), pack(stored, **columns))
@@ -228,7 +228,7 @@ def test_method(benchmark, groups, filled_by, name, what):
 def test_memory(benchmark, groups, tokens):
     """Report allocated bytes per token: 8 for its id and log-prob, and a trajectory's objects."""
     rng, count = np.random.default_rng(0), 1_000
-    memory = Replay(Setting(ExperienceConfig(), SAMPLES), count, seed=0).memory
+    memory = Replay(MethodOptions(ExperienceConfig(), SAMPLES), count, seed=0).memory
 
     def fill() -> None:
         stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]

@@ -17,11 +17,11 @@ from exgrpo.train.replay import Expired, Priority
 MOST = 2
 
 
-def hard_and_rare(units, setting):
+def hard_and_rare(candidates, options):
     """Return log-weights: each success of the question's group, and each replay, divides the probability by e."""
-    return Priority(-units.count - units.replays)
+    return Priority(-candidates.count - candidates.replays)
 
 
-def worn_out(units, setting):
+def worn_out(candidates, options):
     """Expire answers that have been replayed twice."""
-    return Expired(units.replays >= MOST)
+    return Expired(candidates.replays >= MOST)

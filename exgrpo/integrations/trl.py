@@ -37,7 +37,7 @@ with needs(__name__, "exgrpo[trl]"):
     )
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
-    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
     from exgrpo.train.replay.replayed import Weigher
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
@@ -76,13 +76,10 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             if self.accelerator.is_main_process:
                 print(f"train_dataset: {len(self.train_dataset)} rows, {len(rows)} questions", flush=True)
             self.train_dataset = self.train_dataset.select(rows)
-        scaled = self.args.scale_rewards == "group"
-        setting = Setting(self.args.experience, self.num_generations, self.args.success, scale_by_std=scaled)
-        self.replay = Replay(setting, len(self.train_dataset), self.args.seed)
+        self.replay = Replay(self.args.method, len(self.train_dataset), self.args.seed)
         micro_batches = self.args.steps_per_generation * self.num_iterations
         self.weigher = Weigher(
-            self.args.objective,
-            self.args.success,
+            self.args.method,
             lambda rows: self._scores(rows, self.temperature).log_prob,
             one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.advantages import fill_advantages
 
 Batch = dict[str, Tensor]
@@ -40,7 +40,7 @@ def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0)
     return np.where((batch.group < planned) & (position < samples), samples * batch.group + position, -1)
 
 
-def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, setting: Setting) -> None:
+def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, setting: MethodOptions) -> None:
     """Fill `advantage`: TRL's where a group is what TRL takes for one, and its replayed rows count in the mean.
 
     Args:
@@ -49,7 +49,7 @@ def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, setting: Sett
         given: TRL's advantages, by place.
         setting: K, and the advantages of other groups.
     """
-    fill_advantages(batch, setting)
+    fill_advantages(batch, setting.objective)
     counted = np.bincount(batch.group, (place >= 0) & np.isnan(batch.stored_advantage), batch.groups)
     rows = np.bincount(batch.group, minlength=batch.groups)
     of_trl = ((rows == setting.samples) & (counted == setting.samples))[batch.group]

@@ -4,6 +4,7 @@ Only the last two need verl.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.integrations.trl_replay import question_text
     from exgrpo.train.common.distributed import ALONE
     from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.functions import Needs
     from exgrpo.train.common.records import TokenIds
     from exgrpo.train.common.step_batch import Floats, StepBatch
     from exgrpo.train.config.objective import SURROGATES
@@ -34,9 +36,9 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.config.section import flat
     from exgrpo.train.data.questions import Question
     from exgrpo.train.policy.batch import IGNORED, MicroBatch
-    from exgrpo.train.policy.loss import LossSettings, LossTerms, loss_of_log_probs
+    from exgrpo.train.policy.loss import LossTerms, loss_of_log_probs
     from exgrpo.train.replay import rules
-    from exgrpo.train.replay.contract import PRESENT, Term
+    from exgrpo.train.replay.contract import PRESENT
     from exgrpo.train.replay.rehearsal import rehearse
     from exgrpo.train.reward.worker import hashed
     from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
@@ -137,7 +139,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
     }
     options = unfinished(merged(method, of_verl), KEY)
     surrogate, experience = options.objective.surrogate, options.experience
-    if getattr(SURROGATES.find(surrogate), "coupled", False):
+    if Needs.of(SURROGATES.find(surrogate)).coupled:
         raise ConfigError(
             f"{KEY}: objective.surrogate={surrogate!r}: compares the answers of a group before each optimiser step, "
             "but verl takes several at once; use oapl"
@@ -147,7 +149,7 @@ def _options(config: Any, given: dict[str, Any]) -> Config:
             f"{KEY}: experience.admit='nothing': compose={experience.compose!r} then waits for answers of "
             "experience.start: set that, or admit successes"
         )
-    rehearse(experience, options.objective, options.rollout.samples, options.reward.success)
+    rehearse(options.method)
     return options
 
 
@@ -191,12 +193,12 @@ def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Te
 
 
 def replay_loss(
-    config: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any = None, *, settings: LossSettings, term: Term
+    config: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any = None, *, terms: LossTerms
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute verl's `ppo_loss` of a micro-batch with the objective of `exgrpo.train`, aggregated as in verl.
 
     `data` has `replayed` [N] and `weights` per response token; for the step, `clip`, True if fresh ratios are clipped,
-    and `rows`, the mean number of rows per optimiser step without padding. `term` is the term of replayed tokens.
+    and `rows`, the mean number of rows per optimiser step without padding. `terms` are those of clipped ratios.
     """
     from verl.trainer.ppo.core_algos import agg_loss
     from verl.utils.metric import AggregationType, Metric
@@ -218,7 +220,7 @@ def replay_loss(
     without["advantages"] = torch.zeros_like(advantage)
     assign_non_tensor_data(without, "global_batch_size", data["rows"])
     loss, metrics = ppo_loss(config, model_output, without, dp_group)
-    all_rows, length = getattr(settings.surrogate, "all_rows", False), own.sum(1)
+    all_rows, length = Needs.of(terms.surrogate).all_rows, own.sum(1)
     target = torch.where(own, 0, IGNORED)  # token ids are not used: the log-probs are given
     rows = MicroBatch(
         *(target, target, int(length.sum())),
@@ -229,7 +231,7 @@ def replay_loss(
         active=int(length.sum()),
         weight=weight if all_rows else None,
     )
-    terms = LossTerms(settings, normalizer=1.0, bounded=data["clip"], term=term)
+    terms = replace(terms, bounded=data["clip"])
     result = loss_of_log_probs(LogProb(log_prob, torch.zeros_like(log_prob)), rows, terms)
     policy = agg_loss(result.loss[None, None], own.new_ones(1, 1), config.loss_agg_mode, **config.global_batch_info)
     clipped = float(result.clipped.sum() / length.sum().clamp(min=1))
@@ -244,7 +246,7 @@ def solution_keys(extras: Sequence[Mapping[str, Any]], admit: str) -> list[int]:
 
     Raise ConfigError if `admit` compares answers by keys and no reward has one.
     """
-    if not any(SOLUTION in one for one in extras) and getattr(rules.find("admit", admit), "distinct", None) == "key":
+    if not any(SOLUTION in one for one in extras) and Needs.of(rules.find("admit", admit)).distinct == "key":
         raise ConfigError(
             f"{KEY}: experience.admit={admit!r}: compares answers by the keys of their solutions; let "
             f"reward.custom_reward_function return a dict with score and {SOLUTION!r}, or use successes"

@@ -40,11 +40,12 @@ with needs(__name__, *PACKAGES):
 
     from exgrpo.integrations.trl_replay import distinct_rows, load_replay, plan_generation, save_replay
     from exgrpo.train.common.errors import ConfigError
+    from exgrpo.train.common.functions import Needs
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import Ints, StepBatch
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
-    from exgrpo.train.policy.loss import LossSettings
-    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting, replay_metrics
+    from exgrpo.train.policy.loss import LossTerms
+    from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
     from exgrpo.train.replay.advantages import fill_advantages
     from exgrpo.train.replay.replayed import Weigher
 
@@ -80,7 +81,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
         self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
-        self.loss = LossSettings(self.options.objective, SURROGATES.find(self.options.objective.surrogate))
+        surrogate = SURROGATES.find(self.options.objective.surrogate)
+        self.terms = LossTerms(self.options.method, 1.0, term=self.weigher.term, surrogate=surrogate)
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
@@ -93,13 +95,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         rows = distinct_rows(getattr(self.train_dataset, "dataframe", self.train_dataset))
         if len(rows) < len(self.train_dataset):
             self._merge(rows)
-        options, objective = self.options, self.options.objective
-        setting = Setting(
-            *(options.experience, options.rollout.samples, options.reward.success),
-            *(objective.scale_by_std, objective.baseline, objective.beta1),
-        )
-        option = "exgrpo.reward.success"
-        self.replay = Replay(setting, len(self.train_dataset), options.seed, success_option=option)
+        method, seed, option = self.options.method, self.options.seed, "exgrpo.reward.success"
+        self.replay = Replay(method, len(self.train_dataset), seed, success_option=option)
 
     def _merge(self, rows: list[int]) -> None:
         """Keep one row per question, and count steps per epoch in questions."""
@@ -118,7 +115,7 @@ class ExGRPOTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         """Set the workers' loss, and fill the experience of a new run."""
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-        loss = partial(replay_loss, config=actor, settings=self.loss, term=self.weigher.term)
+        loss = partial(replay_loss, config=actor, terms=self.terms)
         self.actor_rollout_wg.set_loss_fn(loss)
         if not self.global_steps and (started := begin(self)):
             print(started, flush=True)
@@ -318,7 +315,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
         taught = nested["advantages"].values() * nested["weights"].values()
-        if not (getattr(self.loss.surrogate, "all_rows", False) or taught.any()):
+        if not (Needs.of(self.terms.surrogate).all_rows or taught.any()):
             self._trained = 0
         return result
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
@@ -28,7 +29,6 @@ from exgrpo.train.replay import (
     PlannedGroup,
     Replay,
     ReplayState,
-    Setting,
     numbers_of,
     planned_from,
     replay_metrics,
@@ -102,17 +102,9 @@ class Trainer:
             stop=Stops(config.rollout.stop, rollout_worker.decode),
             **config.rollout.cut,
         )
-        setting = Setting(
-            config.experience,
-            config.rollout.samples,
-            config.reward.success,
-            scale_by_std=config.objective.scale_by_std,
-            baseline=config.objective.baseline,
-            beta1=config.objective.beta1,
-        )
         mixture = Mixture(questions.sizes, weights) if weights else None
         self.replay = Replay(
-            setting,
+            config.method,
             len(self.questions),
             config.seed,
             success_option="reward.success",
@@ -121,7 +113,7 @@ class Trainer:
         )
         self.stores_early = self.replay.settles or config.rollout.ahead
         """Rows are selected from what is stored, or the next step is planned before the update."""
-        self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
         self.anchored = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
@@ -240,7 +232,7 @@ class Trainer:
 
     def _minibatches(self, batch: StepBatch) -> list[MiniBatch]:
         objective, optimizer, max_tokens = self.config.objective, self.config.optimizer, self.config.rollout.max_tokens
-        count, all_rows = optimizer.minibatches, getattr(self.surrogate, "all_rows", False)
+        count, all_rows = optimizer.minibatches, self.needs.all_rows
         return [
             minibatch
             for _ in range(optimizer.passes)
@@ -260,7 +252,7 @@ class Trainer:
         for minibatch in taught:
             asked = keep_scores and not updates
             minibatch.refer_to(None if asked else batch, anchored=self.anchored)
-            if getattr(self.surrogate, "coupled", False):
+            if self.needs.coupled:
                 rows = minibatch.batch
                 moved = updates or self.anchored or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob

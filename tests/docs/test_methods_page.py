@@ -9,10 +9,10 @@ import pytest
 
 from exgrpo.train.common.columns import COLUMNS
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay.candidates import Units
+from exgrpo.train.replay.candidates import Candidates
 
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
-TAKEN = {"units": Units, "batch": StepBatch}
+TAKEN = {"candidates": Candidates, "batch": StepBatch}
 """What functions take, by the name that the page gives it."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from exgrpo.train.common.functions import load_function
 from exgrpo.train.data.tasks import countdown
-from exgrpo.train.replay import Units
+from exgrpo.train.replay import Candidates
 from tests.train.launch import environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -89,8 +89,10 @@ def test_the_functions_of_the_own_method_prefer_and_forget():
         load_function(f"{EXAMPLES / 'own_method.py'}:{name}", "example", ValueError)
         for name in ("hard_and_rare", "worn_out")
     ]
-    units = Units.of(9, question=np.arange(4), count=np.array([1.0, 3.0, 1.0, 1.0]), replays=np.array([0, 0, 1, 2]))
-    priority, expired = (function(units, None) for function in functions)
+    candidates = Candidates.of(
+        9, question=np.arange(4), count=np.array([1.0, 3.0, 1.0, 1.0]), replays=np.array([0, 0, 1, 2])
+    )
+    priority, expired = (function(candidates, None) for function in functions)
     assert priority.log_weight.tolist() == [-1, -3, -2, -3]
     assert expired.rows.tolist() == [False, False, False, True]
 

@@ -200,6 +200,6 @@ def test_refused(tmp_path: Path, model: Path, changes: dict[str, Any], message: 
 
 
 def test_a_wrong_function_of_ones_own_is_refused_before_there_is_a_model(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def mine(units, setting):\n    return -units.count\n")
+    (tmp_path / "mine.py").write_text("def mine(candidates, options):\n    return -candidates.count\n")
     with pytest.raises(ValueError, match=r"experience.prioritise .*mine.py:mine: it gave an array .*it gives Priority"):
         ExGRPOConfig(output_dir=str(tmp_path), prioritise=f"{tmp_path}/mine.py:mine")

@@ -18,11 +18,11 @@ from trl.experimental.a2po import A2POTrainer
 
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
+from exgrpo.train.config.objective import SURROGATES, MethodOptions, ObjectiveConfig
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
-from exgrpo.train.policy.loss import LossSettings
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.replay.advantages import fill_advantages
 from tests.integrations.test_trl_loss import batch
@@ -91,8 +91,8 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> 
     objective = ObjectiveConfig(entropy_coef=0.0, **ours)
     rows = batch_of(inputs, compared=objective.kl_coef > 0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION)
-    settings = LossSettings(objective, SURROGATES.find(objective.surrogate))
-    terms = settings.terms(minibatch, clip=True, term="shaped")
+    method, surrogate = MethodOptions(objective=objective), SURROGATES.find(objective.surrogate)
+    terms = LossTerms.of(minibatch, method, surrogate, ranks=1, clip=True, term="shaped")
     for layout in (Padded(), Packed()):
         policy_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
@@ -141,7 +141,8 @@ def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, bet
     rows.fill(advantage=groups.advantage)
     objective = ObjectiveConfig(surrogate="oapl", beta2=beta2, normalize="answer", entropy_coef=0.0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION, all_rows=True)
-    terms = LossSettings(objective, SURROGATES.find("oapl")).terms(minibatch, clip=True, term="clipped")
+    method, surrogate = MethodOptions(objective=objective), SURROGATES.find("oapl")
+    terms = LossTerms.of(minibatch, method, surrogate, ranks=1, clip=True, term="clipped")
     ours = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ours.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
     result = PolicyModel(ours)(layout.rows(minibatch.batch, torch.device("cpu")), terms)

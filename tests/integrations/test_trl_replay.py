@@ -13,7 +13,7 @@ from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_gene
 from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import PlannedGroup, Replay, Setting
+from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
 from tests.train.batches import Row, make_batch
 
 
@@ -28,7 +28,7 @@ def graded(groups: dict[int, list[float]], *, generation: int = 0) -> StepBatch:
 
 
 def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
-    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0), 2), 6, seed=0)
+    replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0), 2), 6, seed=0)
     replay.take_in(graded({question: [1.0, 1.0] for question in range(4)}), 0)
     replay.take_in(graded({4: [1.0, 0.0]}), 1)
     plan = plan_generation(replay, 4, 2)
@@ -44,7 +44,7 @@ def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
 @pytest.mark.parametrize("retired", [0, 3])
 def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose=compose, prioritise="random", ratio=0.75)
-    replay = Replay(Setting(options, 3), 12, seed=0)
+    replay = Replay(MethodOptions(options, 3), 12, seed=0)
     replay.take_in(graded({question: [float(question < retired)] * 3 for question in range(12)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)  # 12 rows are a multiple of 4 processes, 9 or 3 are not
     asked = [one.question for one in plan.groups]
@@ -70,7 +70,7 @@ def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> N
 
 
 def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
-    replay, other = (Replay(Setting(ExperienceConfig(start_pass_rate=0.0), 4), 20, seed) for seed in (0, 1))
+    replay, other = (Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0), 4), 20, seed) for seed in (0, 1))
     replay.take_in(graded({question: [1.0, 0.0, 0.0, 1.0] for question in range(8)}), 0)
     replay.plan(8, 1)
     save_replay(tmp_path, replay, 1)
@@ -80,7 +80,7 @@ def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
 
 
 def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:
-    replay = Replay(Setting(ExperienceConfig(), 4), 20, seed=0)
+    replay = Replay(MethodOptions(ExperienceConfig(), 4), 20, seed=0)
     save_replay(tmp_path, replay, 3)
     state = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))
     arrays = read_checked(tmp_path, state["arrays"])
@@ -91,9 +91,9 @@ def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None
 
 
 def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:
-    save_replay(tmp_path, Replay(Setting(ExperienceConfig(), 4), 20, seed=0), 0)
+    save_replay(tmp_path, Replay(MethodOptions(ExperienceConfig(), 4), 20, seed=0), 0)
     with pytest.raises(ValueError, match="of 20 questions and train_dataset has 21"):
-        load_replay(tmp_path, Replay(Setting(ExperienceConfig(), 4), 21, seed=0))
+        load_replay(tmp_path, Replay(MethodOptions(ExperienceConfig(), 4), 21, seed=0))
 
 
 @given(st.lists(st.integers(0, 11), unique=True), st.integers(0, 20), st.sampled_from([1, 2, 3, 4]))

@@ -16,8 +16,8 @@ from verl.workers.config import FSDPActorConfig
 
 from exgrpo.integrations.verl_method import replay_loss
 from exgrpo.kernels import reference
-from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig
-from exgrpo.train.policy.loss import LossSettings
+from exgrpo.train.config.objective import SURROGATES, MethodOptions, ObjectiveConfig
+from exgrpo.train.policy.loss import LossTerms
 
 LENGTHS, PROMPT, LONGEST, ROWS = [3, 5, 1, 4], 2, 6, 3.5
 """The last but one row has no token of the policy, as one that fills up."""
@@ -74,8 +74,8 @@ class MicroBatch:
         shape = {"loss_agg_mode": aggregated, "loss_scale_factor": LONGEST, "entropy_coeff": ENTROPY}
         config = FSDPActorConfig(strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, **shape)
         output = {"log_probs": jagged(self.log_prob, self.whole), "entropy": jagged(self.entropy, self.whole)}
-        settings = LossSettings(objective, SURROGATES.find(objective.surrogate))
-        loss, metrics = replay_loss(config, output, data, settings=settings, term=term)
+        method, surrogate = MethodOptions(objective=objective), SURROGATES.find(objective.surrogate)
+        loss, metrics = replay_loss(config, output, data, terms=LossTerms(method, 1.0, term=term, surrogate=surrogate))
         assert set(metrics) >= {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy_loss"}
         return loss
 

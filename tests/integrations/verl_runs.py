@@ -23,7 +23,7 @@ from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
-from exgrpo.train.replay import Replay, Setting, numbers_of
+from exgrpo.train.replay import Replay, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from tests.integrations.verl_task import write_task
 from tests.train.warm import ROOT
@@ -217,9 +217,7 @@ def options_of(recipe: str, questions: int = QUESTIONS, **given: Any) -> Config:
 
 
 def replay_of(options: Config, questions: int = 8) -> Replay:
-    objective = options.objective
-    how = (options.reward.success, objective.scale_by_std, objective.baseline, objective.beta1)
-    return Replay(Setting(options.experience, ANSWERS, *how), questions, options.seed)
+    return Replay(options.method, questions, options.seed)
 
 
 def stored(folder: Path, step: int, options: Config) -> list[Trajectory]:

@@ -33,7 +33,7 @@ def with_function(folder: Path) -> Path:
         "from exgrpo.train.replay import Priority\n"
         "if TYPE_CHECKING:\n"
         "    from near import deep\n\n"
-        "def first(units, setting):\n"
+        "def first(candidates, options):\n"
         "    return Priority()\n"
     )
     (folder / "near").mkdir()

@@ -157,7 +157,7 @@ def test_functions_and_own_values_are_taken_and_a_foreign_option_is_refused(refe
     referee.stand("countdown")
     (referee.folder / "own.py").write_text(
         "from exgrpo.train.replay import Priority\n\n\n"
-        "def first(units, setting):\n    return Priority(0 * units.count)\n"
+        "def first(candidates, options):\n    return Priority(0 * candidates.count)\n"
     )
     (referee.folder / "mine.yaml").write_text("optimizer.lr: 3.0e-4\n")
     method = studies.bench.method_of(Options(method=("mine.yaml", "own.py:first")), referee.folder)

@@ -73,7 +73,7 @@ def test_a_key_is_also_of_the_text_of_own_functions(tmp_path):
 
 def test_a_wrong_function_is_told_before_the_first_run(tmp_path):
     path = with_function(tmp_path)
-    (tmp_path / "mine.py").write_text("def first(units, setting):\n    return units.count\n")
+    (tmp_path / "mine.py").write_text("def first(candidates, options):\n    return candidates.count\n")
     with pytest.raises(ConfigError) as error:
         load_study(path)
     assert str(error.value).startswith(

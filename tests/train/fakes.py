@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from exgrpo.train.common.functions import Term
 from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout, Score, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.update import BINS, UpdateStats
-from exgrpo.train.replay.contract import Term
 from exgrpo.train.reward.names import DEFAULT
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.reward.worker import hashed

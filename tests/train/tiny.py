@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
@@ -119,7 +120,7 @@ def minibatches(objective: ObjectiveConfig, reference: Reference | None = None, 
     batch.fill(ratio_log_prob=batch.old_log_prob)
     if reference:
         reference.fill(batch)
-    all_rows = getattr(SURROGATES.find(objective.surrogate), "all_rows", False)
+    all_rows = Needs.of(SURROGATES.find(objective.surrogate)).all_rows
     return build_minibatches(batch, STEPS, np.random.default_rng(2), objective, max_tokens=24, all_rows=all_rows)
 
 

@@ -113,7 +113,8 @@ def shown(value: object, characters: int = SHOWN) -> str:
 
 def cause(error: BaseException, file: str | None) -> str:
     """Format an exception of a user's function, with the line of their file if there is one."""
-    return f"{type(error).__name__}: {shown(error)}{place_in(file, error)}"
+    message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {shown(error)}"
+    return f"{message}{place_in(file, error)}"
 
 
 def place_in(file: str | None, error: BaseException) -> str:

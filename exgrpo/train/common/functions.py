@@ -11,16 +11,16 @@ import ast
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from exgrpo.train.common.errors import ConfigError, ExgrpoError, nearest, os_errors_as, shown
+from exgrpo.train.common.errors import ConfigError, ExgrpoError, cause, nearest, os_errors_as, shown
 
 if TYPE_CHECKING:
     from pydantic import AfterValidator
@@ -31,6 +31,11 @@ ASSETS = Path(__file__).parents[2] / "assets"
 DEFAULT_TASK = "arithmetic"
 """Task of the default run."""
 F = TypeVar("F", bound=Callable[..., Any])
+Distinct = Literal["response", "key"]
+Term = Literal["shaped", "ratio", "clipped"]
+Present = Literal["values", "reference"]
+CHOICES = {"distinct": (None, *get_args(Distinct)), "term": get_args(Term), "present": (None, *get_args(Present))}
+"""Values of the fields of `Needs`; all others but `settle` and `stop` are true or false."""
 
 
 def find_module(package: str, name: str, function: str) -> ModuleType | None:
@@ -52,11 +57,88 @@ def model_names() -> list[str]:
     return sorted(config.parent.name for config in ASSETS.glob("*/config.json"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Declaration of a function by `needs`; the kind of the function decides which fields count.
+
+    Attributes:
+        distinct: admit: store only the newest of equal responses to a question; "key": of equal solutions, too.
+        scores: admit, settle: it reads the scores of fresh rows, which are then computed for all of them.
+        settle: compose: a function that selects what is trained on after grading.
+        alone: compose: it trains on single stored answers, which have no advantage in a group of their own.
+        fills: compose: stored groups take the places of groups without a gradient, as `rollout.refills` would.
+        in_place: compose: stored answers take the places of fresh ones in groups of K.
+        keeps_groups: compose: all planned groups are trained on, each of K answers.
+        term: weigh: the objective of replayed tokens.
+        present: weigh: it gets the log-probs of the policy before the update; "reference": only to pass them on.
+        fused: surrogate: it is the objective of `exgrpo.kernels.linear_policy_loss`.
+        bounds_weights: surrogate: clipped tokens have a gradient.
+        all_rows: surrogate: it gets rows without an advantage, too, and weights apart from the advantages.
+        coupled: surrogate: it compares the answers of a group.
+        stop: environment: strings at which the policy waits for a reply.
+
+    Raises:
+        ConfigError: a value is not one of those that are possible.
+    """
+
+    distinct: Distinct | None = None
+    scores: bool = False
+    settle: Callable[..., Any] | None = None
+    alone: bool = False
+    fills: bool = False
+    in_place: bool = False
+    keeps_groups: bool = False
+    term: Term = "shaped"
+    present: Present | None = None
+    fused: bool = False
+    bounds_weights: bool = False
+    all_rows: bool = False
+    coupled: bool = False
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            known = (False, True) if one.default is False else CHOICES.get(one.name)
+            if known and value not in known:
+                raise ConfigError(f"@needs: {one.name} is one of {', '.join(map(repr, known))}, and not {shown(value)}")
+        if not (self.settle is None or callable(self.settle)):
+            raise ConfigError(f"@needs: settle is a function, and not {shown(self.settle)}")
+        if not (isinstance(self.stop, tuple) and all(isinstance(one, str) and one for one in self.stop)):
+            raise ConfigError(f"@needs: stop is a tuple of strings, and not {shown(self.stop)}")
+
+    @classmethod
+    def of(cls, function: object) -> "Needs":
+        """Return what a function declares; the defaults without a declaration."""
+        return getattr(function, "__needs__", cls())
+
+    def check(self, known: Sequence[str], label: str) -> None:
+        """Refuse a field that is set and does not count for this kind of function.
+
+        Raises:
+            ConfigError: its message begins with the label.
+        """
+        for one in fields(self):
+            if one.name not in known and getattr(self, one.name) != one.default:
+                there = f"there are {', '.join(known)}" if known else "there is nothing to declare"
+                raise ConfigError(f"{label}: @needs({one.name}=...) has no meaning for this kind of function: {there}")
+
+
 def needs(**what: Any) -> Callable[[F], F]:
-    """Declare inputs that a function needs, as attributes of the function; the module of each kind lists them."""
+    """Declare what a function needs of a step, by the fields of `Needs`.
+
+    Raises:
+        ConfigError: there is no such field, or a value is not possible.
+    """
+    known = [one.name for one in fields(Needs)]
+    for name in what:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"@needs: unknown name {name!r}; {hint}")
 
     def mark(function: F) -> F:
-        vars(function).update(what)
+        vars(function)["__needs__"] = replace(Needs.of(function), **what)
         return function
 
     return mark
@@ -69,10 +151,12 @@ class Functions:
     Attributes:
         module: module of the built-in ones, named after the kind.
         option: option that names one of them.
+        needs: fields of `Needs` that they may declare.
     """
 
     module: str
     option: str
+    needs: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -131,7 +215,9 @@ class Functions:
             self.check(name)
         except ValueError as error:
             raise ConfigError(f"{self.option}: {error}") from None
-        return load_function(name, f"{self.kind} function", ConfigError)
+        function = load_function(name, f"{self.kind} function", ConfigError)
+        Needs.of(function).check(self.needs, f"{self.option} {name}")
+        return function
 
 
 def load_function(name: str, kind: str, error: type[ExgrpoError]) -> Any:
@@ -165,7 +251,7 @@ def load_place(name: str, kind: str, error: type[ExgrpoError]) -> ModuleType:
         raise
     except BaseException as problem:  # a module's code may exit, too
         raise error(
-            f"{kind} {name!r}: cannot import {place}: {type(problem).__name__}: {shown(problem)}. A module must be "
+            f"{kind} {name!r}: cannot import {place}: {cause(problem, None)}. A module must be "
             "installed or on PYTHONPATH; a file can be named by its path, path/to/file.py:function"
         ) from problem
 
@@ -187,5 +273,5 @@ def _load_file(place: str, name: str, kind: str, error: type[ExgrpoError]) -> Mo
     except KeyboardInterrupt:
         raise
     except BaseException as problem:
-        raise error(f"{kind} {name!r}: cannot run {path}: {type(problem).__name__}: {shown(problem)}") from problem
+        raise error(f"{kind} {name!r}: cannot run {path}: {cause(problem, str(path))}") from problem
     return module

@@ -1,16 +1,19 @@
-"""Options of the loss and of its corrections, and the length penalty that they define."""
+"""The options of the loss and of its corrections, and the view of options that the functions of a method read."""
 
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from exgrpo.train.common.functions import Functions
 from exgrpo.train.common.limits import LONGEST
-from exgrpo.train.config.replay import KINDS, Baseline
+from exgrpo.train.config.replay import KINDS, Baseline, ExperienceConfig
 from exgrpo.train.config.section import Section
 
 Band = Literal["all", "easy", "medium", "hard"]
-SURROGATES = Functions("exgrpo.train.policy.surrogate", "objective.surrogate")
+SURROGATES = Functions(
+    "exgrpo.train.policy.surrogate", "objective.surrogate", ("fused", "bounds_weights", "all_rows", "coupled")
+)
 Bound = Annotated[float, Field(ge=0, le=1e6)]
 Bounds = tuple[Bound, Bound]
 CorrectionName = Literal["tis", "token_mask", "sequence_tis", "sequence_mask", "geometric_mask"]
@@ -182,6 +185,25 @@ class CorrectionConfig(Section):
     def bounds(self) -> Bounds:
         """Bounds of the correction's ratio."""
         return self.correction_bounds or BOUNDS[self.correction]
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options that the functions of a method and the loss read.
+
+    Attributes:
+        experience: of replay.
+        samples: K, answers per question.
+        success: a reward of at least this is a success.
+        objective: of the loss.
+        temperature: of sampling; all log-probs of an update are at this temperature.
+    """
+
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+    samples: int = 8
+    success: float = 1.0
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    temperature: float = 1.0
 
 
 DEFAULTS = {name: field.default for name, field in CorrectionConfig.model_fields.items()}

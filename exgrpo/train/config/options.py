@@ -25,7 +25,7 @@ from exgrpo.train.common.limits import (
     MOST_STEPS,
 )
 from exgrpo.train.config.evaluation import SAMPLED, TEST, EvaluationConfig, HeldOutSet
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
 from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
@@ -242,6 +242,12 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     output: OutputConfig = OutputConfig()
+
+    @property
+    def method(self) -> MethodOptions:
+        """Options that the functions of a method and the loss read."""
+        samples, temperature = self.rollout.samples, self.rollout.temperature
+        return MethodOptions(self.experience, samples, self.reward.success, self.objective, temperature)
 
     @property
     def longest(self) -> int:

@@ -1,6 +1,5 @@
-"""Options of replay, and the frozen view of them that functions of a replay method get."""
+"""Options of the experience."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -16,10 +15,12 @@ Baseline = Literal["mean", "leave_one_out", "log_mean_exp"]
 Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.replay"
 KINDS: dict[Kind, Functions] = {
-    "admit": Functions(f"{PACKAGE}.admit", "experience.admit"),
+    "admit": Functions(f"{PACKAGE}.admit", "experience.admit", ("distinct", "scores")),
     "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
-    "compose": Functions(f"{PACKAGE}.compose", "experience.compose"),
-    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh"),
+    "compose": Functions(
+        f"{PACKAGE}.compose", "experience.compose", ("settle", "alone", "fills", "in_place", "keeps_groups")
+    ),
+    "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh", ("term", "present")),
     "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
 }
 """Functions of a replay method by kind; `exgrpo.train.replay.rules` finds and checks them."""
@@ -129,24 +130,3 @@ class ExperienceConfig(Section):
         """Functions of `expire`, including those implied by a limit."""
         implied = [name for name, limit in LIMITS.items() if getattr(self, limit) is not None]
         return (*self.expire, *(name for name in implied if name not in self.expire))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Options that functions of a replay method may use.
-
-    Attributes:
-        options: options of the experience.
-        samples: K, answers per question.
-        success: reward from which on an answer is a success.
-        scale_by_std: divide advantages by the standard deviation of their group.
-        baseline: baseline of an answer's reward, as `objective.baseline`.
-        beta1: parameter of the baseline log_mean_exp.
-    """
-
-    options: ExperienceConfig
-    samples: int
-    success: float = 1.0
-    scale_by_std: bool = False
-    baseline: Baseline = "mean"
-    beta1: float = 1.0

@@ -17,7 +17,7 @@ from exgrpo.train.common.limits import (
 from exgrpo.train.config.objective import CorrectionConfig
 from exgrpo.train.config.section import Section, StopString, Temperature, TopP
 
-ENVIRONMENTS = Functions("exgrpo.train.rollout.turns.environment", "environment.function")
+ENVIRONMENTS = Functions("exgrpo.train.rollout.turns.environment", "environment.function", ("stop",))
 MOST_TURNS = 1000
 
 

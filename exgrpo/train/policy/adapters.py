@@ -108,12 +108,12 @@ def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter."""
+    """Return True if a parameter of this name belongs to an adapter."""
     return ".lora_" in name
 
 
 def base_name(name: str) -> str:
-    """What the model without adapters calls one of its parameters."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
@@ -130,7 +130,7 @@ def _with_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_adapters(options: LoraConfig, source: ModelSource) -> None:
-    """Whether the adapters of `with_saved` options belong to a model; its weights are not read.
+    """Check that adapters fit a model, by the options of `with_saved`; its weights are not read.
 
     Raises:
         ConfigError: peft is not installed, or the model has no such layers.
@@ -252,7 +252,7 @@ def _read(folder: str) -> dict[str, Tensor]:
 
 
 def _features(saved: dict[str, Any]) -> list[str]:
-    """What the adapters have beside products A and B of one scale alpha / rank."""
+    """Return the settings by which the adapters differ from products A B of one scale alpha / rank."""
     from peft import LoraConfig as Plain
 
     plain = Plain().to_dict()

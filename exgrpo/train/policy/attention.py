@@ -132,7 +132,7 @@ def _by_block(
 
 
 def _variable_lengths(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's attention of variable lengths takes such states: that of FlashAttention 2, on GPUs in 16 bits."""
+    """Return True if torch's attention of variable lengths (FlashAttention 2, GPUs, 16 bits) takes such states."""
     width = query.shape[-1]
     if query.device.type != "cuda" or query.element_size() != 2 or width != value.shape[-1]:
         return False
@@ -176,7 +176,7 @@ def attend_one(
 
 
 def _window(options: dict[str, Any]) -> int | None:
-    """How far a token sees, of what a model gives beside the usual.
+    """Return the width of the attention window, from the further options that a model passes.
 
     Raises:
         NotImplementedError: the model gives something that changes the result in an unknown way.

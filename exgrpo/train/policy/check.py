@@ -38,7 +38,7 @@ SHOWN_NAMES = 3
 
 
 def check_dtype(dtype: str, device: torch.device) -> None:
-    """Whether PyTorch multiplies matrices of a dtype by the instructions of this device. Raises ConfigError."""
+    """Raise ConfigError if this device has no instructions for products of a dtype."""
     if dtype == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"policy.dtype fp16: PyTorch has no products in fp16 for this {device.type.upper()} (of a CPU they need "
@@ -47,7 +47,7 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 
 
 def check_positions(model: ModelSource, length: int, lengths: str) -> None:
-    """Whether a model has positions for `length` tokens of prompt + response.
+    """Check that a model has positions for `length` tokens of prompt + response.
 
     Raises:
         ConfigError: it has fewer; `lengths` names in the message what to lower.
@@ -118,7 +118,7 @@ def _header(file: str) -> Header:
 
 
 def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
-    """How these names and shapes differ from what a model without weights needs; empty: not at all."""
+    """Describe how names and shapes differ from those of a model without weights; empty if they do not."""
     if getattr(empty.config, "quantization_config", None) is not None:
         return "its weights are quantised, which cannot be trained: take them in bf16 or fp32"
     try:

@@ -1,4 +1,4 @@
-"""What a fresh token weighs, by how much likelier the trainer finds it than the engine that has sampled it.
+"""Weights of fresh tokens that correct the mismatch of trainer and engine.
 
 With pi the trainer's policy before the step's update and mu the engine's, r = pi / mu is the ratio of a token; that of
 an answer is the product over its tokens, or their geometric mean. A correction compares one of them with its bounds:
@@ -28,12 +28,12 @@ from exgrpo.train.config.objective import CorrectionConfig, CorrectionName
 
 
 class Method(NamedTuple):
-    """How a correction weighs.
+    """A correction.
 
     Attributes:
-        log_ratio: (batch, [T] log r of tokens) to the [T] log-ratios that bounds hold for.
-        inside: weight in the bounds; the ratio, or 1.
-        outside: weight beyond them; the bound, or 0.
+        log_ratio: function of a batch and [T] log r of its tokens to the [T] log-ratios that are bounded.
+        inside: weight within the bounds: the ratio or 1.
+        outside: weight beyond them: the bound or 0.
     """
 
     log_ratio: Callable[[StepBatch, Floats], Floats | Doubles]
@@ -46,8 +46,8 @@ class Corrected(NamedTuple):
 
     Attributes:
         factor: [T] fp32.
-        log_ratio: [T] that the bounds hold for.
-        outside: [T] bool, whether it is beyond them, or its answer is dropped.
+        log_ratio: [T] log-ratios that are bounded.
+        outside: [T] bool, True beyond the bounds, or if the answer is dropped.
     """
 
     factor: Floats
@@ -59,29 +59,21 @@ def _means(batch: StepBatch, values: Floats) -> Doubles:
     return batch.sums(values) / np.maximum(batch.written, 1)
 
 
-def _of_token(batch: StepBatch, log_ratio: Floats) -> Floats:
-    return log_ratio
-
-
 def _of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
     return batch.by_token(batch.sums(log_ratio))
 
 
-def _mean_of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
-    return batch.by_token(_means(batch, log_ratio))
-
-
 METHODS: dict[CorrectionName, Method] = {
-    "tis": Method(_of_token, "ratio", "bound"),
-    "token_mask": Method(_of_token, "ratio", "zero"),
+    "tis": Method(lambda _, log_ratio: log_ratio, "ratio", "bound"),
+    "token_mask": Method(lambda _, log_ratio: log_ratio, "ratio", "zero"),
     "sequence_tis": Method(_of_answer, "ratio", "bound"),
     "sequence_mask": Method(_of_answer, "ratio", "zero"),
-    "geometric_mask": Method(_mean_of_answer, "one", "zero"),
+    "geometric_mask": Method(lambda batch, log_ratio: batch.by_token(_means(batch, log_ratio)), "one", "zero"),
 }
 
 
 def corrected(batch: StepBatch, options: CorrectionConfig) -> Corrected:
-    """The weights of a batch's tokens.
+    """Return the weights of a batch's tokens.
 
     Args:
         batch: with `log_prob` of the trainer and `old_log_prob` of the engine; with `advantage` for OPSM.
@@ -104,7 +96,7 @@ def corrected(batch: StepBatch, options: CorrectionConfig) -> Corrected:
 
 
 def _dropped(batch: StepBatch, log_ratio: Floats, options: CorrectionConfig) -> Mask:
-    """[N] whether the veto or OPSM drops an answer."""
+    """[N] True if the veto or OPSM drops the answer."""
     dropped = np.zeros(len(batch), bool)
     if options.correction_veto:
         dropped |= batch.sums(log_ratio < np.log(options.correction_veto)) > 0
@@ -114,15 +106,15 @@ def _dropped(batch: StepBatch, log_ratio: Floats, options: CorrectionConfig) -> 
 
 
 def correct(batch: StepBatch, rows: Ints, options: CorrectionConfig) -> dict[str, float]:
-    """Put `factor` of the fresh rows among some that have the engine's log-probs as those of their writer.
+    """Fill `factor` of the fresh rows whose old log-probs are the engine's.
 
     Args:
         batch: the step, with `log_prob` of these rows.
-        rows: those that are trained on.
+        rows: numbers of the rows that are trained on.
         options: the correction.
 
     Returns:
-        dict: the numbers under `correction/`, over the tokens that the policy wrote; none without such rows.
+        dict: metrics under `correction/`, over the tokens that the policy wrote; empty without such rows.
     """
     rows = np.unique(rows)
     rows = rows[batch.fresh[rows] & (batch.behaviour[rows] == ENGINE)]

@@ -1,4 +1,4 @@
-"""What takes the optimiser steps: AdamW and its schedule, under DeepSpeed ZeRO-3 or in a process that is alone.
+"""Engines that take the optimiser steps: AdamW and its schedule, under DeepSpeed ZeRO-3 or in one process.
 
 ZeRO-3 with one process keeps more copies of the weights, and fetches and releases every layer in each pass. So a
 process that is alone has the model whole, and does what DeepSpeed's engine does by itself.
@@ -81,7 +81,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: Config) -> LRSchedul
 
 
 def rate_factor(step: int, options: OptimizerConfig, last: int) -> float:
-    """What the learning rate is multiplied by in an optimiser's step (from 0): linear warm-up, then the schedule.
+    """Factor of the learning rate in an optimiser step (from 0): linear warm-up, then the schedule.
 
     A linear or cosine one has come to its end in the step `last`. transformers has the same, but imports peft for them
     where it is installed: seconds of each start.
@@ -164,7 +164,6 @@ class WholeEngine:
         return self.module(*arguments)
 
     def train(self) -> None:
-        """See `torch.nn.Module`; the gradients of a step follow."""
         self.module.train()
         if self._head:
             parameter, master = self._head
@@ -172,7 +171,6 @@ class WholeEngine:
             parameter.main_grad = master.grad  # type: ignore[attr-defined]
 
     def eval(self) -> None:
-        """See `torch.nn.Module`."""
         self.module.eval()
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool) -> None:

@@ -86,7 +86,6 @@ def matrix_elements(decoder: nn.Module, config: Any) -> int:
 
 
 def _head_width(config: Any, heads: int) -> int:
-    """Of queries and values; their mean where they differ."""
     if getattr(config, "qk_head_dim", None):
         return int(config.qk_head_dim + config.v_head_dim) // 2
     return int(getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))

@@ -1,8 +1,8 @@
-"""How rows become the tensors of forward passes, and how they are spread over ranks and passes.
+"""Layouts of rows in the tensors of forward passes, and their distribution over ranks and passes.
 
-Padded: each row of the batch is one of the tensors, filled up on the right. Causal attention then needs no mask: no
-real token can see a pad. Packed: all in one row without padding, a prompt once for all its answers, and once what all
-prompts begin with.
+Padded: one row of the tensor for each row of the batch, padded on the right. Causal attention then needs no mask: no
+real token can see a pad. Packed: one row without padding, with each prompt once for all its answers, and a common
+prefix of all prompts once.
 """
 
 from abc import ABC, abstractmethod
@@ -19,15 +19,15 @@ from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch
 from exgrpo.train.policy.segments import Block, segments
 
 LONG = 2048
-"""Response tokens from which on a prompt is not shared: beside such an answer it costs little, and a whole row needs
-no mask of its length squared."""
+"""Response tokens from which on a prompt is not shared: compared with such an answer it costs little, and a whole row
+needs no mask of its length squared."""
 Plan = list[list[list[int]]]
 """For each rank its micro-batches, each a list of numbers of rows. All ranks have the same number of them (empty
 ones at the end), because ranks that disagree on the number of passes wait for each other for ever."""
 
 
 class Layout(ABC):
-    """One way to do it. The rows of a pass are a batch of their own, of T response tokens."""
+    """Base of the layouts. The rows of a pass are a batch of their own, of T response tokens."""
 
     @abstractmethod
     def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
@@ -35,18 +35,17 @@ class Layout(ABC):
 
     @abstractmethod
     def tokens(self, batch: StepBatch, device: torch.device) -> TokenBatch:
-        """The tensors of a pass. No rows: one of two tokens without a target, which weighs nothing."""
+        """Return the tensors of a pass; without rows, one row of two tokens without a target, which adds nothing."""
 
     @abstractmethod
     def places(self, batch: StepBatch) -> Ints:
-        """[T] where the results of each response token are, in flattened arrays that are shaped like the target."""
+        """Return [T] the places of the response tokens in flattened arrays of the target's shape."""
 
     def rows(self, batch: StepBatch, device: torch.device) -> MicroBatch:
-        """The tensors of a pass with a loss; no rows as with `tokens`."""
+        """Return the tensors of a pass with a loss; without rows as `tokens`."""
         of_pass, places = self.tokens(batch, device), self.places(batch)
 
         def by_target(values: npt.NDArray[Any]) -> torch.Tensor:
-            """Of [T] values; 0 at pads."""
             spread = np.zeros(of_pass.target.numel(), values.dtype)
             spread[places] = values
             return _moved(spread.reshape(of_pass.target.shape), device)
@@ -80,11 +79,10 @@ class Padded(Layout):
     """Rows of about the same length, padded on the right."""
 
     def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
-        """See `Layout`; rows * longest <= budget."""
+        # rows * longest <= budget
         return schedule(_read(batch).tolist(), budget, ranks)
 
     def tokens(self, batch: StepBatch, device: torch.device) -> TokenBatch:
-        """See `Layout`."""
         shape = (max(len(batch), 1), _longest(batch))
         tokens, target = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, read in enumerate(_read(batch)):
@@ -94,24 +92,24 @@ class Padded(Layout):
         return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()), kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
-        """See `Layout`; the last token of a prompt predicts the first one of its response."""
+        # The last token of a prompt predicts the first one of its response.
         first = np.arange(len(batch)) * _longest(batch) + _read(batch) - batch.length
         return np.arange(len(batch.token)) + batch.by_token(first - batch.start[:-1])
 
 
 class Packed(Layout):
-    """No padding, each prompt once per pass, as is what they begin with; `segments` keeps the rows apart."""
+    """No padding; each prompt and their common prefix once per pass. `segments` keeps the rows apart."""
 
     def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
-        """See `Layout`; the answers to a prompt stay together as far as the budget goes, which counts prompts whole."""
-        units, costs = _units(batch, budget)
+        # The answers to a prompt stay together as far as the budget allows, which counts prompts whole.
+        parts, costs = _parts(batch, budget)
         return [
-            [[row for number in of_pass for row in units[number]] for of_pass in of_rank]
+            [[row for number in of_pass for row in parts[number]] for of_pass in of_rank]
             for of_rank in schedule(costs, budget, ranks, padded=False)
         ]
 
     def tokens(self, batch: StepBatch, device: torch.device) -> TokenBatch:
-        """See `Layout`; of neighbours with the same prompt, only the first one has it."""
+        # Of neighbours with the same prompt, only the first one contains it.
         if not len(batch):
             return Padded().tokens(batch, device)
         tokens: list[TokenIds] = []
@@ -149,7 +147,6 @@ class Packed(Layout):
         return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts, kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
-        """See `Layout`."""
         return np.arange(len(batch.token))
 
 
@@ -184,27 +181,27 @@ def _group(indices: Sequence[int], lengths: Sequence[int], budget: int, *, padde
     return groups
 
 
-def _units(batch: StepBatch, budget: int) -> tuple[list[list[int]], list[int]]:
-    """Rows with the same prompt together, in parts that fit into the budget; and what the model reads of each part."""
-    units: list[list[int]] = []
+def _parts(batch: StepBatch, budget: int) -> tuple[list[list[int]], list[int]]:
+    """Group rows with the same prompt in parts that fit into the budget; return them and the tokens read of each."""
+    parts: list[list[int]] = []
     costs: list[int] = []
     newest: dict[int, int] = {}
     columns = (batch.question[batch.group].tolist(), batch.length.tolist(), _read(batch).tolist())
     for row, (question, length, read) in enumerate(zip(*columns, strict=True)):
         number = None if length >= LONG else newest.get(question)
         if number is not None and costs[number] + length - 1 <= budget:
-            units[number].append(row)
+            parts[number].append(row)
             costs[number] += length - 1
         else:
             if length < LONG:
-                newest[question] = len(units)
-            units.append([row])
+                newest[question] = len(parts)
+            parts.append([row])
             costs.append(read)
-    return units, costs
+    return parts, costs
 
 
 def _read(batch: StepBatch) -> Ints:
-    """[N] tokens that the model reads of each row: the last response token is predicted, never read."""
+    """[N] tokens read of each row: the last response token is predicted, never read."""
     return np.array([len(batch.prompt[group]) for group in batch.group], np.int64) + batch.length - 1
 
 
@@ -214,14 +211,14 @@ def _longest(batch: StepBatch) -> int:
 
 
 def _target(batch: StepBatch) -> Ints:
-    """[T] what is predicted, -100 for observations."""
+    """[T] the token to predict, -100 for observations."""
     return np.where(batch.own, batch.token, IGNORED).astype(np.int64)
 
 
 def _kept(
     batch: StepBatch, places: Ints, targets: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The words that the response tokens at some of the places of targets were drawn from; None: all words."""
+    """Sets of tokens that the response tokens at `places` were drawn from; None: the whole vocabulary."""
     if not batch.has("kept") or not len(batch.kept.ids):
         return None
     ends = np.zeros(targets + 1, np.int64)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: its terms, and the way to it from log-probs.
+"""Loss of a micro-batch: its terms, and its value and gradient from log-probs.
 
 `exgrpo.kernels.linear_policy_loss` computes the clipped surrogate with its gradient at once. Other surrogates, and a
 divergence to a reference, take the log-probs of `linear_log_prob` and find their gradient by torch, which costs one
@@ -11,105 +11,83 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.common.functions import Needs, Term
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
-from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, Surrogate, SurrogateOptions
+from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, Surrogate
 from exgrpo.train.policy.surrogate import clipped
-from exgrpo.train.replay.contract import Term
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """How the losses of a run are formed, made once with its policy.
-
-    Attributes:
-        objective: the run's options.
-        surrogate: of fresh tokens, the one that the objective names.
-        temperature: of the policy.
-        ranks: DeepSpeed averages gradients over so many.
-    """
-
-    objective: ObjectiveConfig
-    surrogate: Surrogate = clipped
-    temperature: float = 1.0
-    ranks: int = 1
-
-    def options(self, clip: tuple[float, float] | None) -> SurrogateOptions:
-        """What the surrogate may look at, with these bounds of ratios."""
-        objective, bounds = self.objective, None if clip is None else (1 - clip[0], 1 + clip[1])
-        return SurrogateOptions(bounds, objective.dual_clip, objective.beta2)
-
-    @property
-    def bounds_weights(self) -> bool:
-        """Whether clipped tokens have a gradient, too."""
-        return getattr(self.surrogate, "bounds_weights", False)
-
-    def terms(self, minibatch: MiniBatch, *, clip: bool, term: Term) -> "LossTerms":
-        """Those of a mini-batch; `term` is that of replayed tokens.
-
-        The means of entropies and divergences are over the mini-batch's tokens, whatever the objectives are divided by.
-        """
-        return LossTerms(
-            self,
-            normalizer=minibatch.normalizer / self.ranks,
-            entropy_coef=self.objective.entropy_coef * minibatch.normalizer / minibatch.tokens,
-            kl_coef=self.objective.kl_coef * minibatch.normalizer / max(minibatch.fresh_tokens, 1),
-            bounded=clip,
-            term=term,
-        )
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """How the loss of a micro-batch is formed; the same for all micro-batches of a mini-batch.
+    """Coefficients and options of the loss, the same for all micro-batches of a mini-batch.
 
     Attributes:
-        settings: of the run.
+        options: of the run.
         normalizer: divisor of the summed token objectives.
         entropy_coef: weight of the sum of entropies.
         kl_coef: weight of the sum of estimates of the divergence.
-        bounded: whether ratios are clipped.
+        bounded: True if ratios are clipped.
         term: of replayed tokens.
+        surrogate: of fresh tokens; the one that the objective names.
     """
 
-    settings: LossSettings
+    options: MethodOptions
     normalizer: float
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     bounded: bool = True
     term: Term = "shaped"
+    surrogate: Surrogate = clipped
+
+    @classmethod
+    def of(
+        cls, minibatch: MiniBatch, options: MethodOptions, surrogate: Surrogate, *, ranks: int, clip: bool, term: Term
+    ) -> "LossTerms":
+        """Return the terms of a mini-batch on `ranks` processes, over which DeepSpeed averages gradients.
+
+        Entropies and divergences are means over its tokens, whatever the objectives are divided by.
+        """
+        objective, normalizer = options.objective, minibatch.normalizer
+        return cls(
+            options,
+            normalizer=normalizer / ranks,
+            entropy_coef=objective.entropy_coef * normalizer / minibatch.tokens,
+            kl_coef=objective.kl_coef * normalizer / max(minibatch.fresh_tokens, 1),
+            bounded=clip,
+            term=term,
+            surrogate=surrogate,
+        )
 
     @property
     def clip(self) -> tuple[float, float] | None:
-        """Bounds of ratios, or None."""
-        return self.settings.objective.clip if self.bounded else None
+        """Distances (eps_low, eps_high) of ratios from 1; None: ratios are not clipped."""
+        return self.options.objective.clip if self.bounded else None
 
     @property
     def beta(self) -> float | None:
-        """Of the shaping of replayed tokens; None: their plain ratio."""
-        return self.settings.objective.beta if self.term == "shaped" else None
+        """Parameter of the shaping of replayed tokens; None: their plain ratio."""
+        return self.options.objective.beta if self.term == "shaped" else None
 
     @property
     def as_fresh(self) -> bool:
-        """Whether replayed tokens have the term of fresh ones."""
+        """True if replayed tokens have the term of fresh ones."""
         return self.term == "clipped"
 
     @property
     def fused(self) -> bool:
-        """Whether `linear_policy_loss` computes this loss."""
-        return getattr(self.settings.surrogate, "fused", False) and self.kl_coef == 0
+        """True if `linear_policy_loss` computes this loss."""
+        return Needs.of(self.surrogate).fused and self.kl_coef == 0
 
 
 def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> PolicyLoss:
-    """The loss of a micro-batch whose log-probs and entropies are known, with their gradients."""
-    settings, counted = terms.settings, batch.target.flatten() >= 0
+    """Return the loss of a micro-batch from its log-probs and entropies, with their gradients."""
+    objective, counted = terms.options.objective, batch.target.flatten() >= 0
 
     def of_tokens(values: Tensor) -> Tensor:
-        """[T] of the policy's response tokens, row by row."""
         return values.flatten()[counted]
 
     def by_target(values: Tensor) -> Tensor:
-        """[T] back to the shape of the target."""
         return values.new_zeros(counted.shape).masked_scatter(counted, values).view(batch.target.shape)
 
     log_prob, entropy, old_log_prob, advantage, replayed = map(
@@ -118,16 +96,17 @@ def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> P
     apart = replayed & (not terms.as_fresh)
     weight = advantage.new_ones(()).expand_as(advantage) if batch.weight is None else of_tokens(batch.weight)
     of_surrogate = weight if batch.weight is None else weight.masked_fill(apart, 0)
-    tokens = RatioTokens(log_prob, old_log_prob, advantage.masked_fill(apart, 0), batch.lengths, of_surrogate)
-    of_fresh = settings.surrogate(tokens, settings.options(terms.clip))
+    bounds = None if terms.clip is None else (1 - terms.clip[0], 1 + terms.clip[1])
+    tokens = RatioTokens(log_prob, old_log_prob, advantage.masked_fill(apart, 0), batch.lengths, of_surrogate, bounds)
+    of_fresh = terms.surrogate(tokens, terms.options)
     weighed = advantage if batch.weight is None else advantage * weight
     of_replayed = policy_loss(
         log_prob, old_log_prob, weighed, replayed=apart, clip=None, beta=terms.beta, mask=apart, normalizer=1.0
     )
     total = of_fresh.value.sum() - of_replayed.loss + terms.entropy_coef * entropy.sum()
     if batch.reference_log_prob is not None:
-        estimates = ESTIMATORS[settings.objective.kl](of_tokens(batch.reference_log_prob) - log_prob)
-        estimates = estimates * tokens.ratio if settings.objective.kl_corrected else estimates
+        estimates = ESTIMATORS[objective.kl](of_tokens(batch.reference_log_prob) - log_prob)
+        estimates = estimates * tokens.ratio if objective.kl_corrected else estimates
         total = total - terms.kl_coef * estimates.masked_fill(replayed, 0).sum()
     ratio = torch.where(apart, of_replayed.ratio, of_fresh.ratio.detach())
     bounded = (of_fresh.clipped & ~apart).to(log_prob.dtype)

@@ -108,11 +108,11 @@ class PolicyModel(nn.Module):
             counts=(batch.targets, batch.active),
             weight_grad=getattr(head.weight, "main_grad", None),
             backend=self.backend,
-            **self.logit_map.options(terms.settings.temperature),
+            **self.logit_map.options(terms.options.temperature),
         )
 
     def _composed_loss(self, batch: MicroBatch, terms: LossTerms, head: HeadInputs) -> PolicyLoss:
-        return loss_of_log_probs(self._log_prob(batch, terms.settings.temperature, head), batch, terms)
+        return loss_of_log_probs(self._log_prob(batch, terms.options.temperature, head), batch, terms)
 
 
 def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
@@ -127,7 +127,7 @@ def load_model(config: Config, source: ModelSource) -> PreTrainedModel:
 
 
 def quantisation(config: Config, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How transformers is to quantise the model of a run; None: not at all. Raises ConfigError without bitsandbytes."""
+    """Return the quantisation of a run's model; None without one. Raises ConfigError if bitsandbytes is missing."""
     if config.lora.quantised == "none":
         return None
     if not find_spec("bitsandbytes"):

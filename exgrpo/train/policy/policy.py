@@ -17,6 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from exgrpo.kernels import LogProb, PolicyLoss
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import CheckpointError, ConfigError, os_errors_as, shown
+from exgrpo.train.common.functions import Term
 from exgrpo.train.common.records import Rollout, Score
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
@@ -36,7 +37,7 @@ from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.flops import EXPERTS
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
-from exgrpo.train.policy.loss import LossSettings
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel, compile_layers, dense, layers_of, load_model
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.states import (
@@ -49,7 +50,6 @@ from exgrpo.train.policy.states import (
     save_training,
 )
 from exgrpo.train.policy.update import Tally, UpdateStats
-from exgrpo.train.replay.contract import Term
 
 LOG_PROB_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Mean difference of log-probs, in nats, below which two ways to compute them are taken to give the same."""
@@ -71,8 +71,8 @@ class Policy:
         self.budget = config.pass_tokens
         self.temperature = config.rollout.temperature
         # A surrogate is looked for once: one of a user's own may keep a state.
-        surrogate = SURROGATES.find(config.objective.surrogate)
-        self.loss = LossSettings(config.objective, surrogate, self.temperature, world.size)
+        self.surrogate = SURROGATES.find(config.objective.surrogate)
+        self.method = config.method
         whole = world.size == 1
         if config.lora.quantised != "none" and not whole:
             raise ConfigError(
@@ -126,7 +126,7 @@ class Policy:
             self._compile(config)
 
     def _packs(self) -> bool:
-        """Whether packed sequences give what padded ones do: tried, since any layer could look at its neighbours."""
+        """Try whether packed sequences give what padded ones do: any layer could look at its neighbours."""
         if self.model.config._attn_implementation != PACKED:
             return False
         # Each rank has the same rows: one without any would go on alone where the others fail.
@@ -178,7 +178,7 @@ class Policy:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What the files of a checkpoint take at least: weights and both moments, in fp32."""
+        """Least size of a checkpoint: weights and both moments, in fp32."""
         return 4 * 3 * sum(self.states.numel(name) for name in self.states.parameters)
 
     def score(self, batch: StepBatch, temperature: float) -> Score:
@@ -201,7 +201,6 @@ class Policy:
         return torch.stack([result.log_prob, result.entropy]).flatten(1).cpu().numpy()[:, self.layout.places(of_pass)]
 
     def _whole(self, batch: StepBatch, plan: Plan, mine: list[npt.NDArray[np.float32]]) -> Score:
-        """What the passes of all ranks have found."""
         values = np.empty((2, len(batch.token)), np.float32)
         for passes, of_rank in zip(plan, self.world.gather(mine), strict=True):
             for rows, found in zip(passes, of_rank, strict=False):
@@ -211,13 +210,13 @@ class Policy:
     def update(
         self, minibatch: MiniBatch, *, clip: bool, term: Term = "shaped", keep_scores: bool = False
     ) -> UpdateStats:
-        """One optimiser step on the mini-batch, for the policy at the rollout temperature.
+        """Take an optimiser step on the mini-batch, for the policy at the rollout temperature.
 
         The loss is a sum over the mini-batch divided by constants of the whole of it, so neither the packing nor the
         number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept
         if asked.
         """
-        terms = self.loss.terms(minibatch, clip=clip, term=term)
+        terms = LossTerms.of(minibatch, self.method, self.surrogate, ranks=self.world.size, clip=clip, term=term)
         plan = self.layout.plan(minibatch.batch, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms)

@@ -1,18 +1,18 @@
-"""What a surrogate works with and what it gives.
+"""Arguments and results of surrogates.
 
-`surrogate(tokens, options)` gets the tokens of whole answers and gives the objective that is to be maximised, whose
-gradient torch finds. It has to be positively homogeneous in the advantage: tokens that weigh more, less or nothing,
-such as replayed ones, come with an advantage that is multiplied so.
+`surrogate(tokens, options)` gets the tokens of whole answers and returns the objective to maximise; torch
+differentiates it. It must be positively homogeneous in the advantage, which carries the weights of tokens: that of
+tokens of another term, such as replayed ones, is 0.
 
-One that is not homogeneous says `needs(all_rows=True)`. Answers without an advantage come to it, too, and what tokens
-weigh stands apart, in `weight`, by which it multiplies its values.
+Declarations by `needs`:
 
-One that says `needs(coupled=True)` compares the answers of a group: before each optimiser step, the trainer takes the
-group's mean of A - beta2 S from the advantages A, with S the log-ratio of an answer. That needs a pass through the
-model where not every S is 0.
-
-A function that says `needs(fused=True)` is the objective of `exgrpo.kernels.linear_policy_loss`, which then computes it
-with its gradient at once. One that says `needs(bounds_weights=True)` gives clipped tokens a gradient, too.
+    all_rows        It is not homogeneous: it gets answers without an advantage, too, and the weights of tokens apart,
+                    in `weight`, by which it multiplies its values.
+    coupled         It compares the answers of a group: before each optimiser step, the trainer subtracts the group's
+                    mean of A - beta2 S from the advantages A, with S the log-ratio of an answer. That takes a pass
+                    through the model unless every S is 0.
+    fused           It is the objective of `exgrpo.kernels.linear_policy_loss`, which computes it with its gradient.
+    bounds_weights  It gives clipped tokens a gradient.
 
 Estimates of the KL divergence to a reference policy come from the tokens that the policy wrote. With d = log reference
 - log policy of a token, the means of k1 and k3 are the divergence, and that of k2 is it up to third order (Schulman,
@@ -30,13 +30,14 @@ from torch import Tensor
 
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.kernels.objective import MAX_LOG_RATIO, bounded_ratio
+from exgrpo.train.config.objective import Bounds, MethodOptions
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": torch.neg,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(d.clamp(max=MAX_LOG_RATIO)) - d,
 }
-"""Of the divergence by d, with its gradient in the policy's log-probs."""
+"""Estimates of the divergence as functions of d, differentiable in the policy's log-probs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,12 @@ class RatioTokens:
     """The T tokens of N answers, one answer after the other.
 
     Attributes:
-        log_prob: [T] of the policy, in nats, with its gradient.
-        old_log_prob: [T] of the policy that ratios refer to; inf: the present one.
+        log_prob: [T] log-probs of the policy, in nats, with their gradient.
+        old_log_prob: [T] log-probs of the policy that ratios refer to; inf: the present one.
         advantage: [T].
         lengths: [N] int64, tokens of each answer.
-        weight: [T] of the objective, where the advantage does not have it; else 1.
+        weight: [T] weight of the objective if `needs(all_rows=True)`; else 1.
+        bounds: of ratios, (1 - eps_low, 1 + eps_high); None: ratios are not clipped in this step.
     """
 
     log_prob: Tensor
@@ -56,6 +58,7 @@ class RatioTokens:
     advantage: Tensor
     lengths: Tensor
     weight: Tensor
+    bounds: Bounds | None = None
 
     @property
     def log_ratio(self) -> Tensor:
@@ -76,7 +79,7 @@ class RatioTokens:
         return self.sums(values) / self.lengths
 
     def over_tokens(self, values: Tensor) -> Tensor:
-        """[T] of [N] values, for each token that of its answer."""
+        """[T] the value of each token's answer, from [N] values."""
         return values.repeat_interleave(self.lengths, output_size=len(self.log_prob))
 
 
@@ -87,7 +90,7 @@ class Objective:
     Attributes:
         value: [T] or [N]; its sum is maximised.
         ratio: [T] importance ratio of each token, for metrics.
-        clipped: [T] bool, tokens whose ratio a bound has taken the place of.
+        clipped: [T] bool, tokens whose ratio is replaced by a bound.
     """
 
     value: Tensor
@@ -95,28 +98,13 @@ class Objective:
     clipped: Tensor
 
 
-@dataclass(frozen=True)
-class SurrogateOptions:
-    """What a surrogate may look at besides the tokens.
-
-    Attributes:
-        bounds: of ratios, (1 - eps_low, 1 + eps_high); None: they have none.
-        dual_clip: ratio beyond which a failure pushes a token no further away.
-        beta2: factor of an answer's log-ratio.
-    """
-
-    bounds: tuple[float, float] | None
-    dual_clip: float = 3.0
-    beta2: float = 1e-3
+Surrogate = Callable[[RatioTokens, MethodOptions], Objective]
 
 
-Surrogate = Callable[[RatioTokens, SurrogateOptions], Objective]
-
-
-def clip(ratio: Tensor, advantage: Tensor, options: SurrogateOptions) -> tuple[Tensor, Tensor]:
-    """min(w A, clip(w) A) and where the bound was the smaller one; any shape."""
+def clip(ratio: Tensor, advantage: Tensor, bounds: Bounds | None) -> tuple[Tensor, Tensor]:
+    """Return min(w A, clip(w) A), and True where the bound was the smaller one; any shape."""
     value = ratio * advantage
-    if options.bounds is None:
+    if bounds is None:
         return value, torch.zeros_like(value, dtype=torch.bool)
-    bounded = ratio.clamp(*options.bounds) * advantage
+    bounded = ratio.clamp(*bounds) * advantage
     return torch.minimum(value, bounded), bounded < value

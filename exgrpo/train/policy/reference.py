@@ -30,7 +30,7 @@ class KeptWeights:
         self.weights = {name: policy.states.get(name, WEIGHT).clone() for name in policy.states.parameters}
 
     def score(self, batch: StepBatch) -> Score:
-        """See `Policy.score`. Where it fails they stay in use: the run is at its end."""
+        """Score by the weights of the reference. If that fails they stay in use: the run is over."""
         self._exchange()
         score = self.policy.score(batch, self.policy.temperature)
         self._exchange()

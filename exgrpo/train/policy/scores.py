@@ -22,7 +22,7 @@ NONE = np.empty(0, np.int64)
 
 
 class Scored(NamedTuple):
-    """The fresh answers of a step whose scores are known.
+    """Fresh answers of a step whose scores are known.
 
     Attributes:
         rows: their numbers, rising.

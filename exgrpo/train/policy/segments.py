@@ -1,6 +1,6 @@
-"""Sequences that share one row of tokens: which tokens see each other, as indices.
+"""Sequences that share one row of tokens: indices of the tokens that attend to each other.
 
-N tokens of the row, T targets. Attention alone needs to know: everything else in a transformer works token by token.
+N tokens of the row, T targets. Only attention needs them: everything else in a transformer works token by token.
 """
 
 from collections.abc import Sequence
@@ -32,22 +32,22 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Where the next block starts."""
+        """Start of the next block."""
         return self.start + self.length
 
     @property
     def prefix(self) -> int:
-        """Tokens of its sequence that come before."""
+        """Number of tokens of its sequence before it."""
         return 0 if self.before is None else self.before.seen
 
     @property
     def seen(self) -> int:
-        """Tokens that its last one sees."""
+        """Number of tokens that its last one attends to."""
         return self.prefix + self.length
 
     @property
     def keys(self) -> npt.NDArray[np.int64]:
-        """What the block's last token sees, in the order of positions."""
+        """Places of the tokens that the block's last token attends to, in the order of positions."""
         own = np.arange(self.start, self.end)
         return own if self.before is None else np.concatenate([self.before.keys, own])
 
@@ -60,8 +60,8 @@ class Bucket:
         query: [n, Q] int64, places in the row; pads name some token.
         key: [n, K] int64, likewise.
         position: [n, Q] int64, of the queries among their keys; pads have that of their block's last token.
-        causal: whether nothing comes before any of the blocks. Then Q is K, and a mask is not needed: what pads are,
-            no token sees.
+        causal: True if nothing comes before any of the blocks. Then Q is K, and no mask is needed: no token attends
+            to a pad.
     """
 
     query: torch.Tensor
@@ -71,11 +71,11 @@ class Bucket:
 
     @cached_property
     def before(self) -> torch.Tensor:
-        """[n, 1, Q, K] bool: the keys that a query may see, itself and those before it; the same in all layers."""
+        """[n, 1, Q, K] bool: keys at or before a query; the same in all layers."""
         return self._places <= self.position[:, None, :, None]
 
     def seen(self, window: int | None) -> torch.Tensor:
-        """[n, 1, Q, K] bool: those keys, but so many at most."""
+        """[n, 1, Q, K] bool: the last `window` keys at or before a query."""
         if window is None:
             return self.before
         return self.before & (self._places > self.position[:, None, :, None] - window)
@@ -122,7 +122,7 @@ class Segments:
 
 
 def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: torch.device) -> Segments:
-    """What attention has to know about the blocks of a row, which follow one another without a gap.
+    """Return the indices that attention needs for the blocks of a row, which follow one another without a gap.
 
     Args:
         blocks: in the order of the row.

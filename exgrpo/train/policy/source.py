@@ -1,4 +1,4 @@
-"""Where a model comes from, and its configuration: read here alone, with what the run changes in it."""
+"""Source of a model, and its configuration with the changes of the run; nothing else reads it."""
 
 import copy
 import difflib
@@ -110,7 +110,7 @@ def find_model(path: str, overrides: Mapping[str, Any] | None = None) -> ModelSo
 
 
 def _other_kind(config: PreTrainedConfig, raw: Mapping[str, Any]) -> str:
-    """What a model is, if it is no causal LM for text; empty if it may be one."""
+    """Describe a model that is no causal LM for text; empty if it may be one."""
     parts = [part for part in config.sub_configs if any(sense in part for sense in SENSES)]
     if parts:
         return f"({config.model_type}) is for more than text, see {' and '.join(sorted(parts))} in its configuration"

@@ -1,4 +1,4 @@
-"""What a process holds of the states of training, fp32 weights and the moments of AdamW, and their files.
+"""States of training that a process holds, fp32 weights and the moments of AdamW, and their files.
 
 A state is the weight of a parameter or one of its moments, flattened. A process that is alone has all of it. ZeRO-3
 cuts it into as many equal parts as there are ranks, of which the last ones may be filled up or empty. From the files
@@ -44,7 +44,7 @@ FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the loss is multiplied by in fp16, and how many steps in a row had finite gradients."""
+    """Factor of the loss in fp16, and the number of steps in a row with finite gradients."""
 
     scale: float
     finite: int
@@ -80,7 +80,7 @@ class States(ABC):
     @property
     @abstractmethod
     def loss_scale(self) -> LossScale | None:
-        """That of the next step; None: the loss is not scaled, as in fp32 and bf16."""
+        """Loss scale of the next step; None: the loss is not scaled, as in fp32 and bf16."""
 
     @abstractmethod
     def set_loss_scale(self, kept: LossScale) -> None:
@@ -108,7 +108,7 @@ class States(ABC):
 
 
 class WholeStates(States):
-    """Those of an engine whose masters are the weights."""
+    """States of an engine whose masters are the weights."""
 
     def __init__(self, engine: WholeEngine) -> None:
         super().__init__(engine.masters, engine.optimizer, engine.masters.values())
@@ -116,12 +116,10 @@ class WholeStates(States):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """See `States`."""
         state = self.engine.scaler.state_dict()
         return LossScale(state["scale"], state["_growth_tracker"]) if state else None
 
     def set_loss_scale(self, kept: LossScale) -> None:
-        """See `States`."""
         scaler = self.engine.scaler
         # DeepSpeed goes on counting where the scale has grown.
         scaler.load_state_dict(
@@ -129,29 +127,24 @@ class WholeStates(States):
         )
 
     def numel(self, name: str) -> int:
-        """See `States`."""
         return self.parameters[name].numel()
 
     def part(self, name: str) -> slice:
-        """See `States`."""
         return slice(0, self.numel(name))
 
     def get(self, name: str, key: str) -> Tensor:
-        """See `States`."""
         parameter = self.parameters[name]
         return (parameter.data if key == WEIGHT else self.optimizer.state[parameter][key]).view(-1)
 
     def set(self, name: str, key: str, values: Tensor) -> None:
-        """See `States`."""
         self.get(name, key).copy_(values)
 
     def apply(self) -> None:
-        """See `States`."""
         self.engine.show_masters()
 
 
 class ShardedStates(States):
-    """Those of DeepSpeed's engine under ZeRO-3, on one rank."""
+    """States of DeepSpeed's engine under ZeRO-3, on one rank."""
 
     def __init__(self, engine: Any, rank: int) -> None:
         # AdamW sees parts of many parameters as one tensor.
@@ -162,20 +155,16 @@ class ShardedStates(States):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """See `States`."""
         scaler = self.scaler
         return LossScale(scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1) if scaler.dynamic else None
 
     def set_loss_scale(self, kept: LossScale) -> None:
-        """See `States`."""
         self.scaler.cur_scale, self.scaler.cur_iter, self.scaler.last_overflow_iter = kept.scale, kept.finite, -1
 
     def numel(self, name: str) -> int:
-        """See `States`."""
         return int(self.parameters[name].ds_numel)
 
     def part(self, name: str) -> slice:
-        """See `States`."""
         whole, size = self.numel(name), self._size(name)
         return slice(min(self.rank * size, whole), min((self.rank + 1) * size, whole))
 
@@ -183,7 +172,6 @@ class ShardedStates(States):
         return int(self.parameters[name].ds_tensor.ds_numel)
 
     def get(self, name: str, key: str) -> Tensor:
-        """See `States`."""
         parameter, part = self.parameters[name], self.part(name)
         if key == WEIGHT:
             filled_up = safe_get_local_fp32_param(parameter)
@@ -192,7 +180,6 @@ class ShardedStates(States):
         return filled_up[: part.stop - part.start]
 
     def set(self, name: str, key: str, values: Tensor) -> None:
-        """See `States`."""
         parameter = self.parameters[name]
         filled_up = nn.functional.pad(values, (0, self._size(name) - len(values)))
         if key == WEIGHT:
@@ -201,7 +188,6 @@ class ShardedStates(States):
             safe_set_local_optimizer_state(parameter, filled_up, key)
 
     def apply(self) -> None:
-        """See `States`."""
         for parameter in self.parameters.values():
             whole = safe_get_full_fp32_param(parameter)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

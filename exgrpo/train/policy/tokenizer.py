@@ -154,7 +154,7 @@ def missing_end(pretrained: Pretrained, stop: Sequence[str]) -> str | None:
 
 
 def check_prompts(pretrained: Pretrained, questions: Iterable[Question]) -> None:
-    """Whether the model has a row of its embedding for every token of the prompts.
+    """Check that the embedding of the model has a row for every token of the prompts.
 
     Raises:
         DataError: it has not; the message names the question.

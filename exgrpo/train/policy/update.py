@@ -1,4 +1,4 @@
-"""What an optimiser step did, summed over micro-batches and ranks, and how far off-policy its tokens were.
+"""Statistics of an optimiser step over micro-batches and ranks, and histograms of its log-ratios.
 
 Log-ratios are counted in fixed bins, and quantiles are read from the counts, which add up to the same sum in any order:
 neither packing nor the number of ranks changes a quantile. The centres of the bins are equally far apart in
@@ -16,6 +16,7 @@ import torch
 from exgrpo.kernels import PolicyLoss
 from exgrpo.kernels.inputs import PRESENT
 from exgrpo.train.common.distributed import World
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import Floats
 from exgrpo.train.policy.batch import MicroBatch
@@ -31,7 +32,7 @@ PERCENT = (1, 10, 50, 90, 99)
 
 @dataclass(frozen=True, eq=False)
 class UpdateStats:
-    """What one optimiser step did, over all ranks.
+    """Statistics of one optimiser step over all ranks.
 
     `applied` is False where the gradient norm was not finite and the step was skipped. Ratios are means over
     tokens (and the largest fresh one); `replayed_weight` is the mean of what the ratio of a replayed token is shaped
@@ -66,13 +67,13 @@ class Tally:
         self.log_ratios: list[torch.Tensor] = []
 
     def add(self, batch: MicroBatch, result: PolicyLoss) -> None:
-        """Take in a micro-batch; one without rows weighs nothing."""
+        """Add a micro-batch; one without rows adds nothing."""
         active = batch.target >= 0
         replayed, fresh = active & batch.replayed, active & ~batch.replayed
         ratio = result.ratio.double()
         weight = ratio if self.terms.beta is None else ratio / (ratio + self.terms.beta)
         clipped = result.clipped != 0
-        lost = clipped & (not self.terms.settings.bounds_weights)
+        lost = clipped & (not Needs.of(self.terms.surrogate).bounds_weights)
         zero = ratio.new_zeros(())
         teaching = batch.advantage if batch.weight is None else batch.weight
         learns = active & (teaching != 0) & ~lost
@@ -109,7 +110,7 @@ class Tally:
         loss_scale: float = float("nan"),
         scores: Score | None = None,
     ) -> UpdateStats:
-        """What the step did, over all ranks, which call it together."""
+        """Return the statistics of the step; all ranks call it together."""
         stacked, counts = torch.stack(self.sums).cpu(), torch.stack(self.log_ratios).sum(0).cpu()
         gathered = world.gather((torch.cat([stacked[:, :-1].sum(0), stacked[:, -1:].amax(0)]), counts))
         of_ranks = torch.stack([numbers for numbers, _ in gathered])

@@ -1,34 +1,34 @@
-"""Experience management (arXiv 2510.02245, section 3.2): what is kept, retired, drawn and replayed.
+"""Experience management (arXiv 2510.02245, section 3.2): storing, retiring, drawing and replaying.
 
-Pure decisions: numpy arrays and a random generator in, choices out. No model, no process group. `Replay` joins them
-all. A method is five functions, by name of a module each: `admit`, `prioritise`, `compose`, `weigh` and `expire`; see
-`rules`. A further trajectory rule or band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the
-options.
+Decisions from numpy arrays and a random generator; no model, no process group. `Replay` joins them. A method is five
+functions, in the modules `admit`, `prioritise`, `compose`, `weigh` and `expire` (see `rules`). A new trajectory rule or
+band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the options.
 """
 
-from exgrpo.train.config.replay import ExperienceConfig, Setting
-from exgrpo.train.replay.candidates import Expired, MeanScores, Priority, Units, draw
+from exgrpo.train.common.functions import needs
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.config.replay import ExperienceConfig
+from exgrpo.train.replay.candidates import Candidates, Expired, MeanScores, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
+from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
 from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
-from exgrpo.train.replay.rules import needs
-from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
 
 __all__ = [
+    "BatchPlanner",
+    "Candidates",
     "ExperienceConfig",
     "ExperienceMemory",
     "Expired",
     "FreshQuestions",
     "MeanScores",
+    "MethodOptions",
     "Mixture",
     "PlannedGroup",
     "Priority",
     "Replay",
     "ReplayState",
-    "Setting",
-    "Supply",
     "TakenIn",
-    "Units",
     "Weighed",
     "draw",
     "needs",

@@ -1,65 +1,65 @@
-"""Which rows of a graded batch are stored: functions `(batch, setting) -> [N] bool`; replayed rows never are.
+"""Selection of the rows of a graded batch to store: functions `(batch, options) -> [N] bool`, False for replayed rows.
 
-Of equal answers to a question the memory keeps the newest if the function says `needs(distinct="response")`, with
-"key" also of those with the same solution key. Otherwise it keeps all, so that a group stays as it was. A function that
-says `needs(scores=True)` may read the scores of fresh rows, which are computed for all of them then.
+With `needs(distinct="response")` only the newest of equal answers to a question is kept, with "key" also of those with
+the same solution key. Without it all are kept, so that a group stays whole. With `needs(scores=True)` the function may
+read the scores of fresh rows, which are then computed for all of them.
 """
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.difficulty import count_successes
-from exgrpo.train.replay.rules import needs
 
 
 @needs(distinct="response")
-def successes(batch: StepBatch, setting: Setting) -> Mask:
-    """The fresh answers that are successes; of continuous rewards those that beat their group's mean.
+def successes(batch: StepBatch, options: MethodOptions) -> Mask:
+    """Fresh successes; with continuous rewards, the answers that beat their group's mean.
 
     ExGRPO, arXiv 2510.02245, section 3.2.
     """
-    if setting.options.bucket_by == "reward_deviation":
+    if options.experience.bucket_by == "reward_deviation":
         return batch.fresh & (batch.reward >= batch.mean(batch.reward)[batch.group] + EPSILON)
-    return batch.fresh & is_success(batch.reward, setting.success)
+    return batch.fresh & is_success(batch.reward, options.success)
 
 
 @needs(distinct="key")
-def solutions(batch: StepBatch, setting: Setting) -> Mask:
-    """The successes; of those to a question that have the same solution key the memory keeps the newest.
+def solutions(batch: StepBatch, options: MethodOptions) -> Mask:
+    """Fresh successes, of which only the newest with the same solution key is kept for a question.
 
-    So a frequent solution does not fill the buffer: Re:Max (package remax-rl) keeps modes so.
+    So a frequent solution does not fill the buffer (modes in Re:Max, package remax-rl).
     """
-    return successes(batch, setting)
+    return successes(batch, options)
 
 
-def with_advantage(batch: StepBatch, setting: Setting) -> Mask:
-    """All fresh answers of groups whose rewards differ: all of them have an advantage, or nearly so.
+def with_advantage(batch: StepBatch, options: MethodOptions) -> Mask:
+    """All fresh answers of groups whose rewards differ, and so with advantages.
 
     Rollout-level replay, arXiv 2606.04560; POPO, arXiv 2606.01281.
     """
     return batch.fresh & batch.teaches[batch.group]
 
 
-def in_band(batch: StepBatch, setting: Setting) -> Mask:
+def in_band(batch: StepBatch, options: MethodOptions) -> Mask:
     """All fresh answers of groups whose pass rate m / F lies in `band`.
 
     The high-quality groups of BAPO, arXiv 2602.20722.
     """
-    shown = count_successes(batch, setting.success)
-    low, high = setting.options.band
+    shown = count_successes(batch, options.success)
+    low, high = options.experience.band
     rate = (shown.successes / np.maximum(shown.rows, 1))[batch.group]
     return batch.fresh & (low - EPSILON <= rate) & (rate <= high + EPSILON)
 
 
-def all(batch: StepBatch, setting: Setting) -> Mask:
+def all(batch: StepBatch, options: MethodOptions) -> Mask:
     """All fresh answers, right or wrong (Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340)."""
     return batch.fresh
 
 
 @needs(distinct="response")  # of what a run starts with
-def nothing(batch: StepBatch, setting: Setting) -> Mask:
-    """No answer: what is replayed are prompts, or traces that were given at the start."""
+def nothing(batch: StepBatch, options: MethodOptions) -> Mask:
+    """No answer: only prompts, or traces given at the start, are replayed."""
     return np.zeros(len(batch), bool)

@@ -7,14 +7,13 @@ import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.config.replay import Setting
 
 EPSILON = 1e-6
 """Added to a standard deviation before it divides, as in `exgrpo.kernels.group_advantage`."""
 
 
 def group_advantages(
-    reward: Doubles, group: Ints, weight: npt.NDArray, options: ObjectiveConfig | Setting, dtype: type = np.float64
+    reward: Doubles, group: Ints, weight: npt.NDArray, options: ObjectiveConfig, dtype: type = np.float64
 ) -> npt.NDArray:
     """Return each reward minus the baseline of its group, [N].
 
@@ -53,7 +52,7 @@ def group_advantages(
     return advantage
 
 
-def fill_advantages(batch: StepBatch, options: ObjectiveConfig | Setting) -> None:
+def fill_advantages(batch: StepBatch, options: ObjectiveConfig) -> None:
     """Fill `advantage` in the groups that are trained on; rows of other groups have NaN.
 
     Rows with a stored advantage keep it and do not count in their group.

@@ -1,6 +1,6 @@
-"""How a batch is made: functions `(supply) -> planned groups`; see `exgrpo.train.replay.supply`.
+"""Composition of a batch: functions `(planner) -> planned groups`; see `exgrpo.train.replay.planner`.
 
-Some have a second one, `settle(batch, supply)`, which says what is trained on once the batch is graded: numbers of its
+Some have a second one, `settle(batch, planner)`, which selects what is trained on from the graded batch: numbers of its
 groups, and planned groups of stored answers.
 """
 
@@ -8,201 +8,206 @@ import dataclasses
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.common.success import EPSILON
 from exgrpo.train.replay.contract import PlannedGroup
-from exgrpo.train.replay.rules import needs
-from exgrpo.train.replay.supply import Supply, draw_groups, groups_at, with_stored
+from exgrpo.train.replay.planner import BatchPlanner, draw_groups, groups_at, with_stored
 
 
-def mixed(supply: Supply) -> list[PlannedGroup]:
+@needs(in_place=True, keeps_groups=True)
+def mixed(planner: BatchPlanner) -> list[PlannedGroup]:
     """n = min(floor(rho B), |E|) groups of K - R fresh and R replayed answers, and B - n of K fresh ones.
 
     R is the option `replayed`, or less where a question has fewer stored answers; at least one answer is fresh. A
     question is in the batch once at most. Where too few are left unretired, the batch is smaller. ExGRPO, arXiv
     2510.02245.
     """
-    drawn = supply.draw("buffered", supply.share(supply.batch))
-    most = min(supply.setting.options.replayed, supply.samples - 1)
-    replayed = [min(most, held) for held in supply.memory.table.held[drawn].tolist()]
+    drawn = planner.draw("buffered", planner.share(planner.batch))
+    most = min(planner.options.experience.replayed, planner.samples - 1)
+    replayed = [min(most, held) for held in planner.memory.table.held[drawn].tolist()]
     groups = [
-        PlannedGroup(question, supply.samples - several, several)
+        PlannedGroup(question, planner.samples - several, several)
         for question, several in zip(drawn.tolist(), replayed, strict=True)
     ]
-    return [*supply.fresh(supply.batch - len(drawn), without=drawn), *groups]
+    return [*planner.fresh(planner.batch - len(drawn), without=drawn), *groups]
 
 
-def traced(supply: Supply) -> list[PlannedGroup]:
+@needs(in_place=True, keeps_groups=True)
+def traced(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K answers, of which the first floor(rho B) have R stored ones, as far as there are.
 
-    Which questions come next, their stored answers do not decide; see `mixed` for that. At least one answer is fresh.
+    The choice of questions does not depend on stored answers, as it does in `mixed`. At least one answer is fresh.
     LUFFY, arXiv 2504.14945.
     """
-    most = min(supply.setting.options.replayed, supply.samples - 1)
-    groups = with_stored(supply, supply.fresh(supply.batch), most)
+    most = min(planner.options.experience.replayed, planner.samples - 1)
+    groups = with_stored(planner, planner.fresh(planner.batch), most)
     return [dataclasses.replace(group, fresh=group.fresh - group.choose) for group in groups]
 
 
-def appended(supply: Supply) -> list[PlannedGroup]:
+def appended(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers; the first floor(rho B) have R stored ones more, as far as there are.
 
     RLEP, arXiv 2507.07451; RePO, arXiv 2506.09340.
     """
-    return with_stored(supply, supply.fresh(supply.batch), supply.setting.options.replayed)
+    return with_stored(planner, planner.fresh(planner.batch), planner.options.experience.replayed)
 
 
-def _settle_in_place(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """At most floor(rho B) of the groups whose rewards are all alike give way to stored groups of earlier steps."""
+def _settle_in_place(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Replace at most floor(rho B) groups whose rewards are all alike by stored groups of earlier steps."""
     alive, dead = np.flatnonzero(batch.teaches).tolist(), np.flatnonzero(~batch.teaches).tolist()
-    stored = draw_groups(supply, min(len(dead), supply.share(supply.batch)))
+    stored = draw_groups(planner, min(len(dead), planner.share(planner.batch)))
     return [*alive, *dead[len(stored) :], *stored]
 
 
 @needs(settle=_settle_in_place, fills=True)
-def in_place(supply: Supply) -> list[PlannedGroup]:
+def in_place(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers, and stored groups in place of those without a gradient (POPO, arXiv 2606.01281)."""
-    return supply.fresh(supply.batch)
+    return planner.fresh(planner.batch)
 
 
-def _settle_beside(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The groups whose rewards differ, F answers, and floor(rho F) stored answers of earlier steps.
+def _settle_beside(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Select the groups whose rewards differ, F answers, and floor(rho F) stored answers of earlier steps.
 
     Each stored answer is a group by itself, and so has no advantage in it: `advantage` has to be stored. If all groups
     are alike, they stay.
     """
     teaching = np.flatnonzero(batch.teaches).tolist() or list(range(batch.groups))
-    units, rows = supply.earlier()
+    candidates, rows = planner.earlier()
     fresh = int(np.count_nonzero(batch.fresh[batch.rows_of(teaching)]))
-    drawn = supply.draw_from(units, supply.share(fresh), rows)
-    return [*teaching, *supply.alone(drawn)]
+    drawn = planner.draw_from(candidates, planner.share(fresh), rows)
+    return [*teaching, *planner.alone(drawn)]
 
 
 @needs(settle=_settle_beside, alone=True)
-def beside(supply: Supply) -> list[PlannedGroup]:
+def beside(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers, and single stored answers beside them.
 
     Rollout-level replay, arXiv 2606.04560; FreshPER, arXiv 2604.16918.
     """
-    return supply.fresh(supply.batch)
+    return planner.fresh(planner.batch)
 
 
-def _settle_buffer(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """B K stored answers, as far as there are; a fresh answer is trained on only if it is drawn."""
-    if not supply.ratio:  # replay has not begun, and nothing is stored
+def _settle_buffer(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Draw B K stored answers, as far as there are; fresh answers are trained on only if they are drawn."""
+    if not planner.ratio:  # replay has not begun, and nothing is stored
         return list(range(batch.groups))
-    return [*supply.alone(supply.draw("stored", supply.batch * supply.samples))]
+    return [*planner.alone(planner.draw("stored", planner.batch * planner.samples))]
 
 
-def _asked(supply: Supply) -> int:
-    """B - floor(rho B), at least 1: so on average an answer is trained on 1 / (1 - rho) times."""
-    return max(1, supply.batch - supply.share(supply.batch))
+def _asked(planner: BatchPlanner) -> int:
+    # So on average an answer is trained on 1 / (1 - rho) times.
+    return max(1, planner.batch - planner.share(planner.batch))
 
 
 @needs(settle=_settle_buffer, alone=True, fills=True)
-def buffer(supply: Supply) -> list[PlannedGroup]:
+def buffer(planner: BatchPlanner) -> list[PlannedGroup]:
     """B - floor(rho B) groups of K fresh answers, which enter the buffer; the whole batch is drawn from that.
 
     Arnal et al., arXiv 2604.08706.
     """
-    return supply.fresh(_asked(supply))
+    return planner.fresh(_asked(planner))
 
 
-def _come_back(supply: Supply, most: int) -> Ints:
-    """At most so many questions that come back, drawn by their weights.
+def _come_back(planner: BatchPlanner, most: int) -> Ints:
+    """Draw at most so many questions that come back.
 
     A prompt may come back if its latest pass rate lies in `band`, at least `cooldown` steps after it was asked, and at
     most `max_uses` times.
     """
-    options, units = supply.setting.options, supply.units("prompts")
+    options, candidates = planner.options.experience, planner.candidates("prompts")
     low, high = options.band
-    rate = units.count / supply.samples
-    may = (rate >= low - EPSILON) & (rate <= high + EPSILON) & (units.age >= options.cooldown)
+    rate = candidates.count / planner.samples
+    may = (rate >= low - EPSILON) & (rate <= high + EPSILON) & (candidates.age >= options.cooldown)
     if options.max_uses is not None:
-        may &= units.replays < options.max_uses
+        may &= candidates.replays < options.max_uses
     places = np.flatnonzero(may)
-    return supply.draw_from(units.take(places), most, units.question[places])
+    return planner.draw_from(candidates.take(places), most, candidates.question[places])
 
 
-def _with_returning(supply: Supply, asked: int, most: int) -> list[PlannedGroup]:
-    """Groups of K fresh answers to so many questions, of which at most `most` come back; these are the last."""
-    drawn = _come_back(supply, most)
-    back = [PlannedGroup(question, supply.samples) for question in drawn.tolist()]
-    return [*supply.fresh(asked - len(back), without=drawn), *back]
+def _with_returning(planner: BatchPlanner, asked: int, most: int) -> list[PlannedGroup]:
+    """Plan groups of K fresh answers to `asked` questions, of which at most `most` come back; these are the last."""
+    drawn = _come_back(planner, most)
+    back = [PlannedGroup(question, planner.samples) for question in drawn.tolist()]
+    return [*planner.fresh(asked - len(back), without=drawn), *back]
 
 
-def again(supply: Supply) -> list[PlannedGroup]:
+@needs(keeps_groups=True)
+def again(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers; at most floor(rho B) of the prompts come back (prompt replay, arXiv 2603.21177)."""
-    return _with_returning(supply, supply.batch, supply.share(supply.batch))
+    return _with_returning(planner, planner.batch, planner.share(planner.batch))
 
 
 @needs(settle=_settle_buffer, alone=True, fills=True)
-def returning(supply: Supply) -> list[PlannedGroup]:
+def returning(planner: BatchPlanner) -> list[PlannedGroup]:
     """B - floor(rho B) groups of K fresh answers; at most half of their prompts come back.
 
-    What is trained on are B K stored answers, as in `buffer`. Own work: the buffer of Arnal et al. with prompt replay.
+    B K stored answers are trained on, as in `buffer`. Own work: the buffer of Arnal et al. with prompt replay.
     """
-    count = _asked(supply)
-    return _with_returning(supply, count, count // 2 if supply.ratio else 0)
+    count = _asked(planner)
+    return _with_returning(planner, count, count // 2 if planner.ratio else 0)
 
 
-def _settle_stale(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The groups that were written `lag` steps ago; nothing while there are none."""
-    if not supply.ratio:  # replay has not begun, and nothing is stored
+def _settle_stale(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Select the groups that were written `lag` steps ago, if there are any."""
+    if not planner.ratio:  # replay has not begun, and nothing is stored
         return list(range(batch.groups))
-    step = supply.memory.table.column("step")
-    return [*groups_at(supply.memory.table, np.flatnonzero(step == supply.step - supply.setting.options.lag))]
+    step = planner.memory.table.column("step")
+    return [*groups_at(planner.memory.table, np.flatnonzero(step == planner.step - planner.options.experience.lag))]
 
 
 @needs(settle=_settle_stale, fills=True)
-def stale(supply: Supply) -> list[PlannedGroup]:
+def stale(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers, which wait before they are trained on.
 
     The delay line with which M2PO, arXiv 2510.01161, studies stale data.
     """
-    return supply.fresh(supply.batch)
+    return planner.fresh(planner.batch)
 
 
-def _settle_bapo(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The first B of: fresh groups that teach, hard prompts that went better this time, and stored groups.
+def _settle_bapo(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Select the first B of: fresh groups that count, hard prompts that improved, and stored groups.
 
-    A fresh group teaches with a pass rate in [1/K, (K-1)/K]. Stored groups are those that `admit` has kept, to other
-    questions. If no fresh group teaches, all of them stay.
+    A fresh group counts with a pass rate in [1/K, (K-1)/K]. Stored groups are those that `admit` has kept, to other
+    questions. If no fresh group counts, all of them stay.
     """
-    now, before = (counts[batch.question] for counts in (supply.memory.shown, supply.memory.earlier))
-    first = np.arange(batch.groups) < supply.batch
-    fresh, teaching = np.flatnonzero(first), np.flatnonzero(first & (now >= 1) & (now <= supply.samples - 1))
+    now, before = (counts[batch.question] for counts in (planner.memory.shown, planner.memory.earlier))
+    first = np.arange(batch.groups) < planner.batch
+    fresh, teaching = np.flatnonzero(first), np.flatnonzero(first & (now >= 1) & (now <= planner.samples - 1))
     improved = np.flatnonzero(~first & (now > before))
-    kept = np.concatenate([teaching if len(teaching) else fresh, improved])[: supply.batch]
-    return [*kept.tolist(), *draw_groups(supply, supply.batch - len(kept), batch.question[kept])]
+    kept = np.concatenate([teaching if len(teaching) else fresh, improved])[: planner.batch]
+    return [*kept.tolist(), *draw_groups(planner, planner.batch - len(kept), batch.question[kept])]
 
 
 @needs(settle=_settle_bapo, fills=True)
-def bapo(supply: Supply) -> list[PlannedGroup]:
+def bapo(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers; in every second step floor(rho B) hard prompts are answered again beside them.
 
-    A prompt is hard if its latest pass rate is at most `hard`. Groups that teach little give way to hard prompts and
-    stored groups. BAPO, arXiv 2602.20722.
+    A prompt is hard if its latest pass rate is at most `hard`. Fresh groups without a success or a failure give way to
+    hard prompts and stored groups. BAPO, arXiv 2602.20722.
     """
-    fresh = supply.fresh(supply.batch)
-    if supply.step % 2:
+    fresh = planner.fresh(planner.batch)
+    if planner.step % 2:
         return fresh
-    units = supply.units("prompts")
-    limit = supply.setting.options.hard * supply.samples
-    places = np.flatnonzero((units.count <= limit) & ~np.isin(units.question, [group.question for group in fresh]))
-    names = units.question[places]
-    drawn = supply.draw_from(units.take(places), supply.share(supply.batch), names)
-    return [*fresh, *(PlannedGroup(question, supply.samples) for question in drawn.tolist())]
+    candidates = planner.candidates("prompts")
+    limit = planner.options.experience.hard * planner.samples
+    places = np.flatnonzero(
+        (candidates.count <= limit) & ~np.isin(candidates.question, [group.question for group in fresh])
+    )
+    names = candidates.question[places]
+    drawn = planner.draw_from(candidates.take(places), planner.share(planner.batch), names)
+    return [*fresh, *(PlannedGroup(question, planner.samples) for question in drawn.tolist())]
 
 
-def _settle_rehearsal(batch: StepBatch, supply: Supply) -> list[int | PlannedGroup]:
-    """The fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
-    table = supply.memory.table
-    drawn = supply.draw("buffered", supply.share(supply.batch)).tolist()
+def _settle_rehearsal(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
+    """Select the fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
+    table = planner.memory.table
+    drawn = planner.draw("buffered", planner.share(planner.batch)).tolist()
     stored = (PlannedGroup(question, 0, rows=tuple(table.of_question(question))) for question in drawn)
     return [*range(batch.groups), *stored]
 
 
 @needs(settle=_settle_rehearsal)
-def rehearsal(supply: Supply) -> list[PlannedGroup]:
+def rehearsal(planner: BatchPlanner) -> list[PlannedGroup]:
     """B groups of K fresh answers, and all stored answers to some questions (Re:Max and Re:Dr, package remax-rl)."""
-    return supply.fresh(supply.batch)
+    return planner.fresh(planner.batch)

@@ -1,8 +1,8 @@
-"""What the five functions of a method have to give, and what is wrong with what one gave.
+"""Results of the five functions of a method, and checks of the results of a user's functions.
 
-`compose` gives planned groups; `prioritise` and `expire` give what `exgrpo.train.replay.candidates` has.
+`compose` returns planned groups; `prioritise` and `expire` return the records of `exgrpo.train.replay.candidates`.
 
-`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and gives
+`weigh(batch, options)` gets the N replayed answers of a step that are trained on, before its update, and returns
 `Weighed` for their T tokens. With A the advantage, c the factor and w = pi / reference the importance ratio of a token,
 its term in the objective is, by `needs(term=...)` of the function:
 
@@ -10,41 +10,40 @@ its term in the objective is, by `needs(term=...)` of the function:
     "ratio"     w c A
     "clipped"   min(w c A, clip(w) c A): that of fresh tokens
 
-For a function that says `needs(present="values")` the column `log_prob` is filled, with the policy before the update,
-which takes a pass through the model; with `needs(present="reference")` it only passes them on as the reference, and
-there is no pass where the update itself sees that policy.
+With `needs(present="values")` the column `log_prob` is filled by the policy before the update, which takes a pass
+through the model; with `needs(present="reference")` the function only passes them on as the reference, and there is no
+pass if the update itself starts from that policy.
 
-Each check takes what a function gave and what it was called with, and returns a sentence, or None: it is right.
+Each check takes the result and the arguments of a function, and returns what is wrong, or None.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.errors import shown
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
-from exgrpo.train.replay.candidates import Expired, Priority, Units
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.replay.candidates import Candidates, Expired, Priority
 
-Term = Literal["shaped", "ratio", "clipped"]
-Present = Literal["values", "reference"]
 PRESENT = np.float32(np.inf)
-"""In the place of a reference's log-prob: the policy itself, so that w = 1, with its gradient."""
+"""Stands for the log-prob of the policy itself: w = 1, with its gradient."""
 
-PLANNED = "it gives a list of PlannedGroup, as supply.fresh and supply.alone do"
+PLANNED = "it gives a list of PlannedGroup, as planner.fresh and planner.alone do"
 SETTLED = "it gives a list of numbers of graded groups, and of planned groups with stored answers by their rows"
 
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """One group of a step.
+    """A group of a step before its answers are generated.
 
     Attributes:
-        question: its question.
-        fresh: how many answers are generated.
-        choose: how many of the question's stored answers join; the rule of trajectories says which.
-        rows: stored answers that join, as rows of the memory's table.
+        question: index of its question.
+        fresh: number of answers to generate.
+        choose: number of the question's stored answers that join, chosen by `experience.trajectory`.
+        rows: further stored answers that join, as rows of the memory's table.
     """
 
     question: int
@@ -54,12 +53,12 @@ class PlannedGroup:
 
 
 class Weighed(NamedTuple):
-    """The terms of N replayed answers, of T tokens together.
+    """Terms of N replayed answers with T tokens.
 
     Attributes:
         reference: [T] fp32 log-probs of the policy that ratios refer to, or `PRESENT`.
-        factor: [T] fp32, of the advantage; None: 1. That of the answers' own advantages is not negative.
-        advantage: [N] in the place of the answers' own; None: these.
+        factor: [T] fp32 factor of the advantage, at least 0 if `advantage` is None; None: 1.
+        advantage: [N] replaces the answers' own; None: they keep them.
     """
 
     reference: Floats
@@ -67,85 +66,48 @@ class Weighed(NamedTuple):
     advantage: Doubles | None = None
 
 
-@dataclass(frozen=True)
-class WeighOptions:
-    """What a function may look at besides the batch.
-
-    Attributes:
-        success: a reward of at least this is a success.
-        second_moment: tau of the second-moment mask.
-        trigger: ratio below which a token of a failure is one that the policy has left.
-        coefficient: of likelihoods and of regularisers.
-    """
-
-    success: float = 1.0
-    second_moment: float = 0.04
-    trigger: float = 1e-4
-    coefficient: float = 0.1
+Weigh = Callable[[StepBatch, MethodOptions], Weighed]
 
 
-Weigh = Callable[[StepBatch, WeighOptions], Weighed]
-
-
-def declared(function: Callable[..., Any], name: str) -> tuple[Term, Present | None]:
-    """The term of replayed tokens that a function `weigh` declares, and what it asks of the present policy.
-
-    Raises:
-        ConfigError: there is no such term, or nothing of that name to ask for.
-    """
-    term: Any = getattr(function, "term", "shaped")
-    present: Any = getattr(function, "present", None)
-    for need, value, known in (("term", term, get_args(Term)), ("present", present, get_args(Present))):
-        if value not in known and not (need == "present" and value is None):
-            raise ConfigError(
-                f"objective.weigh {name}: unknown {need} {shown(value)} in @needs; there are {', '.join(known)}"
-            )
-    return term, present
-
-
-def stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
-    """Of `admit`."""
+def _stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
     if not _is_array(given, "b", len(batch)):
         return f"{_gave(given)}; it gives an array with a bool for each of the {len(batch)} rows, whether it is stored"
     return "it stores replayed rows, and only fresh ones can be stored" if (given & batch.replayed).any() else None
 
 
-def weights(given: Any, units: Units, *_: Any) -> str | None:
-    """Of `prioritise`."""
-    right = f"it gives Priority(log_weight), with a number for each of {len(units)} units"
+def _weights(given: Any, candidates: Candidates, *_: Any) -> str | None:
+    right = f"it gives Priority(log_weight), with a number for each of {len(candidates)} candidates"
     if not isinstance(given, Priority):
         return f"{_gave(given)}; {right}"
     log_weight, stratum = given
-    if stratum is not None and not _is_array(stratum, "iu", len(units)):
-        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(units)} units"
+    if stratum is not None and not _is_array(stratum, "iu", len(candidates)):
+        return f"{_gave(stratum)} as its strata; it gives a stratum for each of {len(candidates)} candidates"
     if log_weight is None:
         return None
-    if not _is_array(log_weight, "fiu", len(units) if stratum is None else np.size(log_weight)):
+    if not _is_array(log_weight, "fiu", len(candidates) if stratum is None else np.size(log_weight)):
         return f"{_gave(log_weight)} in a Priority; {right}"
-    if stratum is not None and len(units) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
+    if stratum is not None and len(candidates) and not 0 <= stratum.min() <= stratum.max() < len(log_weight):
         return f"its strata are {stratum.min()} to {stratum.max()}, and it gave {len(log_weight)} weights of strata"
-    largest = log_weight.max() if len(units) else 0.0
+    largest = log_weight.max() if len(candidates) else 0.0
     if not largest < np.inf:
         return f"a logarithm of a weight is {largest}"
     return "all logarithms of weights are -inf, so that nothing can be drawn" if largest == -np.inf else None
 
 
-def planned(given: Any, supply: Any) -> str | None:
-    """Of `compose`."""
-    if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, supply):
+def _planned(given: Any, planner: Any) -> str | None:
+    if wrong := _list_of(given, PlannedGroup, PLANNED) or _impossible(given, planner):
         return wrong
-    nothing = not any(group.fresh for group in given) and not supply.memory.retired.all()
+    nothing = not any(group.fresh for group in given) and not planner.memory.retired.all()
     return f"it plans no fresh answer, and not all questions are retired; {PLANNED}" if nothing else None
 
 
-def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
-    """Of the function `settle` of a `compose`."""
+def _settled(given: Any, batch: StepBatch, planner: Any) -> str | None:
     if wrong := _list_of(given, int | np.integer | PlannedGroup, SETTLED):
         return wrong
     late = [one for one in given if isinstance(one, PlannedGroup)]
     if asking := [one for one in late if one.fresh or one.choose]:
         return f"it plans {shown(asking[0])} when all have been graded; {SETTLED}"
-    if wrong := _impossible(late, supply):
+    if wrong := _impossible(late, planner):
         return wrong
     numbers = sorted(int(one) for one in given if not isinstance(one, PlannedGroup))
     if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(batch.groups)):
@@ -153,21 +115,20 @@ def settled(given: Any, batch: StepBatch, supply: Any) -> str | None:
     return None
 
 
-def expired(given: Any, units: Units, *_: Any) -> str | None:
-    """Of `expire`."""
-    right = f"it gives Expired(rows, questions), rows with a bool for each of {len(units)} units, questions as indices"
+def _expired(given: Any, candidates: Candidates, *_: Any) -> str | None:
+    size = len(candidates)
+    right = f"it gives Expired(rows, questions), rows with a bool for each of {size} candidates, questions as indices"
     if not isinstance(given, Expired):
         return f"{_gave(given)}; {right}"
     rows, questions = given
-    if rows is not None and not _is_array(rows, "b", len(units)):
+    if rows is not None and not _is_array(rows, "b", len(candidates)):
         return f"{_gave(rows)} as its rows; {right}"
     if questions is not None and not _is_array(questions, "iu", np.size(questions)):
         return f"{_gave(questions)} as its questions; {right}"
     return None
 
 
-def terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
-    """Of `weigh`; numbers that would spoil the update are wrong, too."""
+def _terms(given: Any, batch: StepBatch, *_: Any) -> str | None:
     tokens = len(batch.token)
     right = f"it gives Weighed(reference [{tokens}], factor [{tokens}], advantage [{len(batch)}]), by token and by row"
     if not isinstance(given, Weighed):
@@ -200,9 +161,8 @@ def _list_of(given: Any, of: Any, right: str) -> str | None:
     return f"{_gave(wrong[0])} in its list; {right}" if wrong else None
 
 
-def _impossible(groups: Iterable[PlannedGroup], supply: Any) -> str | None:
-    """What no group can be."""
-    table = supply.memory.table
+def _impossible(groups: Iterable[PlannedGroup], planner: Any) -> str | None:
+    table = planner.memory.table
     for group in groups:
         question = group.question
         numbers = (question, group.fresh, group.choose, *group.rows)
@@ -225,11 +185,11 @@ def _gave(value: Any) -> str:
 
 
 CHECKS: dict[str, Callable[..., str | None]] = {
-    "admit": stored,
-    "prioritise": weights,
-    "compose": planned,
-    "settle": settled,
-    "expire": expired,
-    "weigh": terms,
+    "admit": _stored,
+    "prioritise": _weights,
+    "compose": _planned,
+    "settle": _settled,
+    "expire": _expired,
+    "weigh": _terms,
 }
-"""Of each kind of function."""
+"""Check of each kind of function."""

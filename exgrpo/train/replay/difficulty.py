@@ -1,6 +1,6 @@
-"""How hard questions are for the current policy, read from graded groups: success counts, and bands.
+"""Difficulty of questions for the current policy, from graded groups: success counts and bands.
 
-Groups are read as numbers of successes, or by continuous rewards (arXiv 2510.02245, section 5.3).
+Counts are numbers of successes, or come from continuous rewards (arXiv 2510.02245, section 5.3).
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from exgrpo.train.config.objective import Band
 
 
 class Evidence(NamedTuple):
-    """What the G groups of a batch show about the current policy.
+    """Results of the G groups of a batch under the current policy.
 
     Attributes:
-        successes: [G] m, how many of the answers that count are successes.
+        successes: [G] m, successes among the answers that count.
         rows: [G] F, the number of answers that count.
-        rewards: of these answers, in the order of their groups.
+        rewards: rewards of these answers, in the order of their groups.
     """
 
     successes: Ints
@@ -29,18 +29,16 @@ class Evidence(NamedTuple):
 
     @property
     def solved(self) -> Mask:
-        """[G] whether every row is a success, and there are at least two.
-
-        One row is too little to retire a question for good: with K = 2 a mixed group has only one fresh row.
-        """
+        """[G] True if every row is a success, and there are at least two."""
+        # One row is too little to retire a question for good: with K = 2 a mixed group has only one fresh row.
         return (self.rows >= 2) & (self.successes == self.rows)
 
 
 def count_successes(batch: StepBatch, success: float, *, count_replayed: bool = False) -> Evidence:
-    """The successes among the rows that count.
+    """Count the successes of each group.
 
-    The replayed row is no evidence of the current policy: of a mixed group the m successes of the K-1 fresh rows
-    count. `count_replayed` counts it too, m+1 of K. A row without tokens is never a success.
+    Replayed rows are no evidence of the current policy, so only fresh ones count unless `count_replayed`. A row
+    without tokens is never a success.
     """
     counts = batch.fresh | count_replayed
     right = counts & (batch.length > 0) & is_success(batch.reward, success)
@@ -49,7 +47,7 @@ def count_successes(batch: StepBatch, success: float, *, count_replayed: bool = 
 
 
 def success_counts(shown: Evidence, samples: int) -> Doubles:
-    """[G] the success counts on the scale of K = `samples`: k = K m / F in 0..K, not rounded; 0 without rows.
+    """[G] success counts on the scale of K = `samples`: k = K m / F in 0..K, not rounded; 0 without rows.
 
     Equal fractions give equal numbers, whatever their F.
     """
@@ -57,7 +55,7 @@ def success_counts(shown: Evidence, samples: int) -> Doubles:
 
 
 def deviation_counts(shown: Evidence, samples: int) -> Doubles:
-    """[G] what stands for success counts where rewards are continuous (arXiv 2510.02245, section 5.3).
+    """[G] counts for continuous rewards, from their spread (arXiv 2510.02245, section 5.3).
 
     round(K * (sigma_q - min) / max(max - min, eps)), sigma_q the standard deviation of a group's counted rewards, min
     and max over the groups given (those of one step), rounded half up: 0..K.
@@ -75,7 +73,7 @@ BANDS: dict[Band, Callable[[Doubles, int], Mask]] = {
     "medium": lambda count, samples: (samples < 4 * count) & (4 * count <= 3 * samples),
     "hard": lambda count, samples: (count > 0) & (4 * count <= samples),
 }
-"""Whether each of some success counts of K = `samples` is in a band, by the name that `objective.train_on` gives it.
+"""Masks of success counts of K = `samples` within a band, by the name in `objective.train_on`.
 
 Bands of the preliminary study (arXiv 2510.02245). easy: [75, 100) %, medium: (25, 75] %, hard: (0, 25] %. Exactly 75 %
 is in two of them, as the paper has it; each of its runs trains on one band. all: always.

@@ -1,39 +1,39 @@
-"""What is forgotten: functions `(units, setting) -> Expired`.
+"""Forgetting: functions `(candidates, options) -> Expired`.
 
-`units` are all stored trajectories, `units.now` the step that is planned next, and `units.solved` the questions that
-all answers of the latest step solve.
+`candidates` are all stored trajectories, `candidates.now` is the step that is planned next, and `candidates.solved` are
+the questions that all answers of the latest step solve.
 """
 
 import numpy as np
 
-from exgrpo.train.config.replay import Setting
-from exgrpo.train.replay.candidates import Expired, Units
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.replay.candidates import Candidates, Expired
 
 
-def retirement(units: Units, setting: Setting) -> Expired:
-    """The questions that all answers of the latest step solve, for good (ExGRPO, arXiv 2510.02245, section 3.2)."""
-    return Expired(questions=units.solved)
+def retirement(candidates: Candidates, options: MethodOptions) -> Expired:
+    """Retire the questions that all answers of the latest step solve (ExGRPO, arXiv 2510.02245, section 3.2)."""
+    return Expired(questions=candidates.solved)
 
 
-def age(units: Units, setting: Setting) -> Expired:
-    """What was written more than `max_age` steps before the step that is planned (arXiv 2606.04560, and others)."""
-    most = setting.options.max_age
+def age(candidates: Candidates, options: MethodOptions) -> Expired:
+    """Drop trajectories written more than `max_age` steps before the step to plan (arXiv 2606.04560, and others)."""
+    most = options.experience.max_age
     assert most is not None
-    return Expired(units.age > most)
+    return Expired(candidates.age > most)
 
 
-def uses(units: Units, setting: Setting) -> Expired:
-    """What has been replayed `max_uses` times."""
-    most = setting.options.max_uses
+def uses(candidates: Candidates, options: MethodOptions) -> Expired:
+    """Drop trajectories that were replayed `max_uses` times."""
+    most = options.experience.max_uses
     assert most is not None
-    return Expired(units.replays >= most)
+    return Expired(candidates.replays >= most)
 
 
-def capacity(units: Units, setting: Setting) -> Expired:
-    """All but the latest `capacity` trajectories, which come in the order in which they were stored.
+def capacity(candidates: Candidates, options: MethodOptions) -> Expired:
+    """Drop all but the latest `capacity` trajectories; they come in the order in which they were stored.
 
     Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340, does so for each question.
     """
-    most = setting.options.capacity
+    most = options.experience.capacity
     assert most is not None
-    return Expired(np.arange(len(units)) < len(units) - most)
+    return Expired(np.arange(len(candidates)) < len(candidates) - most)

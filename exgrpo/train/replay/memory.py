@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import ConfigError, shown
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.advantages import group_advantages, in_group
-from exgrpo.train.replay.candidates import Units
+from exgrpo.train.replay.candidates import Candidates
 from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
 from exgrpo.train.replay.table import Stored, Table, pack
 
@@ -50,8 +51,8 @@ class ExperienceMemory:
         admits_by_scores: True if `admit` reads the scores of fresh answers.
     """
 
-    def __init__(self, questions: int, setting: Setting) -> None:
-        options = setting.options
+    def __init__(self, questions: int, setting: MethodOptions) -> None:
+        options = setting.experience
         self.setting = setting
         self.samples = setting.samples
         self.count: Doubles = np.zeros(questions)
@@ -63,8 +64,8 @@ class ExperienceMemory:
         self.table = Table(questions, options.folder)
         self._counts = deviation_counts if options.bucket_by == "reward_deviation" else success_counts
         self._admit = rules.find("admit", options.admit)
-        self._distinct = getattr(self._admit, "distinct", None)
-        self.admits_by_scores: bool = getattr(self._admit, "scores", False)
+        self._distinct = Needs.of(self._admit).distinct
+        self.admits_by_scores = Needs.of(self._admit).scores
         # Plain GRPO stores nothing and retires nothing.
         self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
 
@@ -95,26 +96,26 @@ class ExperienceMemory:
         sizes[0] = 0
         return sizes
 
-    def stored(self, now: int, solved: Ints | None = None) -> Units:
+    def stored(self, now: int, solved: Ints | None = None) -> Candidates:
         """Return all stored trajectories, in the order of `Table.rows`, for a step."""
         table = self.table
 
         def read(name: str) -> npt.NDArray:
             return self.count[table.column("question")] if name == "count" else table.column(name)
 
-        return Units(now, read, solved)
+        return Candidates(now, read, solved)
 
-    def buffered(self, now: int) -> Units:
+    def buffered(self, now: int) -> Candidates:
         """Return the questions with stored trajectories, in the order of their indices, for a step."""
         questions = np.flatnonzero(self.count)
         newest = self.table.newest(questions)
         own = {"question": questions, "count": self.count[questions]}
-        return Units(now, lambda name: own[name] if name in own else self.table.values(name, newest))
+        return Candidates(now, lambda name: own[name] if name in own else self.table.values(name, newest))
 
-    def prompts(self, now: int) -> Units:
+    def prompts(self, now: int) -> Candidates:
         """Return the questions that were asked already and have not left, for a step."""
         questions = np.flatnonzero((self.asked != NEVER) & ~self.retired)
-        return Units.of(
+        return Candidates.of(
             now,
             question=questions,
             count=self.shown[questions],
@@ -147,14 +148,14 @@ class ExperienceMemory:
 
     def evidence(self, batch: StepBatch) -> Evidence:
         """Return what groups show about the current policy."""
-        return count_successes(batch, self.setting.success, count_replayed=self.setting.options.count_replayed)
+        return count_successes(batch, self.setting.success, count_replayed=self.setting.experience.count_replayed)
 
     def _store(self, batch: StepBatch, evidence: Evidence, admitted: Mask) -> None:
-        table, most = self.table, self.setting.options.max_per_question
+        table, most = self.table, self.setting.experience.max_per_question
         group, stored = batch.group[admitted], batch.take(admitted)
         if np.isnan(stored.old_log_prob).any():
             raise ValueError("old_log_prob: NaN of an answer that is to be stored")
-        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.setting)
+        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.setting.objective)
         added = table.add(
             stored,
             advantage=advantage[admitted],
@@ -202,7 +203,7 @@ class ExperienceMemory:
             count: success count in [1, K-1] of each of their questions.
             columns: further stored columns, [N] of rows or [T] of tokens.
         """
-        self.table.fill(pack(trajectories, self.setting.options.folder, **columns))
+        self.table.fill(pack(trajectories, self.setting.experience.folder, **columns))
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question

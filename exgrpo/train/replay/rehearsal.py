@@ -1,13 +1,13 @@
 """Rehearsal of a method: its functions run on made-up answers before a run, so that errors in them show at once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.replay import ExperienceConfig, MeanScores, PlannedGroup, Replay, Setting
+from exgrpo.train.replay import MeanScores, MethodOptions, PlannedGroup, Replay
 from exgrpo.train.replay.advantages import fill_advantages
 from exgrpo.train.replay.replayed import Weigher
 
@@ -16,26 +16,23 @@ LONGEST = 6
 """Tokens of an answer."""
 
 
-def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: int, success: float) -> None:
+def rehearse(method: MethodOptions) -> None:
     """Run some steps of replay without a model.
 
     Args:
-        experience: names the functions.
-        objective: names `weigh`.
-        samples: K, answers per question.
-        success: a reward of at least this is a success.
+        method: names the functions.
 
     Raises:
         ConfigError: a function cannot be found, takes other arguments, raises something, gives something else, or does
             not go with the others.
     """
-    made_up = _MadeUp(success)
+    made_up, experience = _MadeUp(method.success), method.experience
     # With all that a run has to wait for, and shares of so small a batch, nothing would be replayed in a few steps.
     soon = {"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "hard": 1.0, "band": (0.0, 1.0), "folder": None}
     options = experience.model_copy(update={**soon, "ratio": experience.ratio and max(experience.ratio, 0.5)})
-    setting = Setting(options, samples, success, objective.scale_by_std, objective.baseline, objective.beta1)
-    replay = Replay(setting, QUESTIONS, seed=0)
-    weigher = Weigher(objective, success, made_up.log_probs, one_update=False)
+    method = replace(method, experience=options)
+    replay = Replay(method, QUESTIONS, seed=0)
+    weigher = Weigher(method, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)
         if not planned:  # all questions are retired
@@ -44,7 +41,7 @@ def rehearse(experience: ExperienceConfig, objective: ObjectiveConfig, samples: 
         batch = made_up.answers(planned, step).beside(stored)
         replay.take_in(batch, step)
         batch = replay.settle(batch, BATCH, step)
-        fill_advantages(batch, setting)
+        fill_advantages(batch, method.objective)
         weigher(batch)
 
 

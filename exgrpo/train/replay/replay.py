@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, TokenIds
 from exgrpo.train.common.seeds import generator
 from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
-from exgrpo.train.config.objective import Band
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import Band, MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.difficulty import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
-from exgrpo.train.replay.supply import FreshQuestions, Mixture, Supply
+from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
 from exgrpo.train.replay.table import Stored
 
 ScoreAll = Callable[[StepBatch], MeanScores]
@@ -75,7 +75,7 @@ class Replay:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: MethodOptions,
         questions: int,
         seed: int,
         *,
@@ -83,7 +83,7 @@ class Replay:
         mixture: Mixture | None = None,
         prompt: Callable[[int], TokenIds] | None = None,
     ) -> None:
-        self.setting, self.config = setting, setting.options
+        self.setting, self.config = setting, setting.experience
         self.memory = ExperienceMemory(questions, setting)
         self.open = self.config.start_pass_rate == 0
         self._opened = -1
@@ -95,7 +95,8 @@ class Replay:
         self._rule = RULES[self.config.trajectory]
         self._prioritise = rules.find("prioritise", self.config.prioritise)
         self._compose = rules.find("compose", self.config.compose)
-        self._settle = getattr(self._compose, "settle", None)
+        self._settle = Needs.of(self._compose).settle
+        self._settles_by_scores = Needs.of(self._settle).scores
 
     @property
     def active(self) -> bool:
@@ -115,19 +116,19 @@ class Replay:
     @property
     def needs_scores(self) -> bool:
         """True if a function of the method reads the scores of fresh answers."""
-        return (self.active and self.memory.admits_by_scores) or getattr(self._settle, "scores", False)
+        return (self.active and self.memory.admits_by_scores) or self._settles_by_scores
 
-    def _supply(self, batch: int, step: int) -> Supply:
+    def _planner(self, batch: int, step: int) -> BatchPlanner:
         ratio = self.config.ratio if self.active and step > self._opened else 0.0
-        return Supply(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
+        return BatchPlanner(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
         """Plan the groups of a step: of `batch` questions, or fewer where too few are left unretired."""
-        return list(self._compose(self._supply(batch, step)))
+        return list(self._compose(self._planner(batch, step)))
 
     def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
         """Return groups of fresh answers to at most `wanted` further questions, which are not `without`."""
-        return self._supply(wanted, step).fresh(wanted, without)
+        return self._planner(wanted, step).fresh(wanted, without)
 
     def refill(self, batch: StepBatch, size: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
         """Return groups of further questions, one for each of B groups that lacks a gradient; empty: no more is asked.
@@ -213,8 +214,8 @@ class Replay:
             batch.fill(trained=among)
             return batch
         graded = batch.of_groups(among)
-        graded = graded if getattr(self._settle, "scores", False) else graded.without(*SCORES)
-        settled = self._settle(graded, self._supply(size, step))
+        graded = graded if self._settles_by_scores else graded.without(*SCORES)
+        settled = self._settle(graded, self._planner(size, step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]
         numbers = iter(range(batch.groups, batch.groups + len(late)))
         trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]

@@ -1,53 +1,54 @@
-"""The terms of replayed answers in the loss, by the function `objective.weigh`."""
+"""Terms of replayed answers in the loss, by the function `objective.weigh`."""
 
 from collections.abc import Callable
 
 import numpy as np
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import Floats, StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.contract import PRESENT, Weigh, WeighOptions, declared
+from exgrpo.train.replay.contract import PRESENT, Weigh
 
 ScoreRows = Callable[[StepBatch], Floats]
-"""The log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
+"""Log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
 
 
 class Weigher:
     """Computes the terms of a step's replayed answers by the function.
 
     Args:
-        objective: names the function, and its options.
-        success: a reward of at least this is a success.
+        options: names the function, and its options.
         one_update: True if all of a step's answers are in one optimiser step, so that the update itself sees the
             policy before it.
         score: scores rows under the policy, where the function needs it.
 
     Attributes:
-        term: in the loss, of all replayed tokens.
+        term: term of all replayed tokens in the loss.
 
     Raises:
-        ConfigError: there is no such function, or it declares what there is not.
+        ConfigError: there is no such function, or its declaration is wrong.
     """
 
-    def __init__(self, objective: ObjectiveConfig, success: float, score: ScoreRows, *, one_update: bool) -> None:
-        self._weigh: Weigh = rules.find("weigh", objective.weigh)
-        self.term, self._present = declared(self._weigh, objective.weigh)
+    def __init__(self, options: MethodOptions, score: ScoreRows, *, one_update: bool) -> None:
+        self._weigh: Weigh = rules.find("weigh", options.objective.weigh)
+        self._needs = Needs.of(self._weigh)
+        self.term = self._needs.term
         self._one_update = one_update
         self._score = score
-        self._options = WeighOptions(success, objective.second_moment, objective.trigger, objective.coefficient)
+        self._options = options
 
     @classmethod
     def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
         """Return one with the options of a run."""
-        return cls(config.objective, config.reward.success, score, one_update=config.optimizer.steps_per_batch == 1)
+        return cls(config.method, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, batch: StepBatch) -> None:
-        """Put the terms of the replayed rows that are trained on: `ratio_log_prob`, `factor` and `advantage`.
+        """Fill `ratio_log_prob`, `factor` and `advantage` of the replayed rows that are trained on.
 
         Raises:
-            ConfigError: the function gives something else, or numbers that would spoil the update.
+            MethodError: a user's function returns something else, or numbers that would spoil the update.
         """
         rows = batch.rows_of(batch.trained)
         rows = rows[batch.replayed[rows]]
@@ -63,8 +64,8 @@ class Weigher:
     def _read(self, replayed: StepBatch) -> StepBatch:
         """Fill the log-probs of the policy before the update where the function needs them, and only there."""
         replayed = replayed.without("log_prob", "entropy")
-        if self._present == "reference" and self._one_update:
+        if self._needs.present == "reference" and self._one_update:
             replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
-        elif self._present is not None:
+        elif self._needs.present:
             replayed.fill(log_prob=self._score(replayed))
         return replayed

@@ -1,15 +1,15 @@
-"""The five functions that make a method of replay, by name.
+"""Look-up of the five functions of a method of replay.
 
 | kind | from | to |
 |---|---|---|
-| admit | a graded batch | which of its rows are stored |
-| prioritise | what can be drawn, as columns | weights |
-| compose | a batch, and draws by these weights | the groups of a step |
+| admit | a graded batch | a mask of the rows to store |
+| prioritise | candidates, as columns | sampling weights |
+| compose | the experience and fresh questions | the groups of a step |
 | weigh | the replayed rows of a step | the terms of their tokens in the loss |
-| expire | what is stored, as columns | what is forgotten |
+| expire | stored trajectories, as columns | a mask of those to forget |
 
-A name is that of a function of the module `exgrpo.train.replay.KIND`, or the place of a function of one's own; see
-`exgrpo.train.common.functions`. What a function needs of a step, it says itself: see `needs`.
+A name is that of a function in the module `exgrpo.train.replay.KIND`, or the place of a user's function. `Needs` in
+`exgrpo.train.common.functions` has what a function may declare.
 """
 
 import functools
@@ -17,49 +17,52 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from exgrpo.train.common.errors import ConfigError, MethodError, cause, place_in
-from exgrpo.train.common.functions import needs as needs
+from exgrpo.train.common.errors import ConfigError, MethodError, cause
+from exgrpo.train.common.functions import Needs, needs
 from exgrpo.train.common.step_batch import SCORES
 from exgrpo.train.config.replay import KINDS, Kind
 from exgrpo.train.replay.contract import CHECKS
 
 ARGUMENTS = {
-    "admit": ("batch", "setting"),
-    "prioritise": ("units", "setting"),
-    "compose": ("supply",),
-    "settle": ("batch", "supply"),
+    "admit": ("batch", "options"),
+    "prioritise": ("candidates", "options"),
+    "compose": ("planner",),
+    "settle": ("batch", "planner"),
     "weigh": ("batch", "options"),
-    "expire": ("units", "setting"),
+    "expire": ("candidates", "options"),
 }
-"""What the functions of each kind are called with."""
+"""Arguments of the functions of each kind."""
 
 
 def names(kind: Kind) -> list[str]:
-    """The names of the functions of a kind that are here."""
+    """Names of the built-in functions of a kind."""
     return KINDS[kind].names
 
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
-    """The function of that kind and name; what it gives is checked in each call.
+    """Return the function of that kind and name; a user's own is checked in every call.
 
     Raises, when it is found:
-        ConfigError: there is none, its module or file cannot be loaded, or it takes other arguments.
+        ConfigError: there is none, its module or file cannot be loaded, it declares what it cannot, or it takes other
+            arguments.
 
-    Raises, when it is called:
-        MethodError: it gives something else than a function of its kind, or one of a user's own raises something.
+    Raises, when a user's own is called:
+        MethodError: it raises something, or gives something else than a function of its kind.
     """
-    function, own = KINDS[kind].find(name), name not in names(kind)
+    function = KINDS[kind].find(name)
+    if name in names(kind):
+        return function
     label = f"{KINDS[kind].option} {name}"
-    found = _checked(kind, label, function, own=own)
-    if kind == "compose" and (settle := getattr(function, "settle", None)):
-        vars(found)["settle"] = _checked("settle", f"{label}, settle", settle, own=own)
+    found = _checked(kind, label, function)
+    if settle := Needs.of(function).settle:
+        Needs.of(settle).check(("scores",), f"{label}, settle")
+        found = needs(settle=_checked("settle", f"{label}, settle", settle))(found)
     return found
 
 
-def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) -> Callable[..., Any]:
-    """The function, whose mistakes are one line that begins with the label."""
-    if own:
-        _check_arguments(kind, label, function)
+def _checked(kind: str, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn each mistake of a function into one line that begins with the label."""
+    _check_arguments(kind, label, function)
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
 
     @functools.wraps(function)
@@ -67,10 +70,9 @@ def _checked(kind: str, label: str, function: Callable[..., Any], *, own: bool) 
         try:
             result = function(*given)
         except Exception as error:
-            if not own or isinstance(error, MethodError):  # of a function that this one has called
+            if isinstance(error, MethodError):  # of a function that this one has called
                 raise
-            what = f"{error}{place_in(file, error)}" if isinstance(error, ConfigError) else cause(error, file)
-            raise MethodError(f"{label}: {what}{_hint(error, kind)}") from error
+            raise MethodError(f"{label}: {cause(error, file)}{_hint(error, kind)}") from error
         if wrong := CHECKS[kind](result, *given):
             raise MethodError(f"{label}: {wrong}")
         return result
@@ -90,7 +92,7 @@ def _check_arguments(kind: str, label: str, function: Callable[..., Any]) -> Non
 
 
 def _hint(error: Exception, kind: str) -> str:
-    """What else a person needs to know of what one of their functions raised."""
+    """Return a remedy for an exception of a user's function; empty if there is none to name."""
     if not isinstance(error, AttributeError) or not type(error.obj).__module__.startswith("exgrpo."):
         return ""
     if kind == "weigh" and error.name == "log_prob":

@@ -1,18 +1,19 @@
-"""How replayed tokens enter the loss: functions `(batch, options) -> terms`; see `exgrpo.train.replay.contract`."""
+"""Terms of replayed tokens in the loss: functions `(batch, options) -> Weighed`; see `exgrpo.train.replay.contract`."""
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.replay.contract import PRESENT, Weighed, WeighOptions
-from exgrpo.train.replay.rules import needs
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.replay.contract import PRESENT, Weighed
 
 MOST = 20.0
 """Log-ratios count as at most this much, as in the kernels."""
 
 
 @needs(term="shaped")
-def shaped(batch: StepBatch, options: WeighOptions) -> Weighed:
+def shaped(batch: StepBatch, options: MethodOptions) -> Weighed:
     """f(w) = w / (w + beta), w against the policy that wrote the answer.
 
     ExGRPO, arXiv 2510.02245, section 3.3; LUFFY, arXiv 2504.14945.
@@ -21,13 +22,13 @@ def shaped(batch: StepBatch, options: WeighOptions) -> Weighed:
 
 
 @needs(term="ratio")
-def ratio(batch: StepBatch, options: WeighOptions) -> Weighed:
+def ratio(batch: StepBatch, options: MethodOptions) -> Weighed:
     """w against the policy that wrote the answer, without a bound (the ablation of ExGRPO without shaping)."""
     return Weighed(batch.old_log_prob)
 
 
 @needs(term="clipped")
-def clipped(batch: StepBatch, options: WeighOptions) -> Weighed:
+def clipped(batch: StepBatch, options: MethodOptions) -> Weighed:
     """w against the policy that wrote the answer, clipped as that of a fresh token.
 
     Arnal et al., arXiv 2604.08706; RePO, arXiv 2506.09340; and others.
@@ -36,13 +37,13 @@ def clipped(batch: StepBatch, options: WeighOptions) -> Weighed:
 
 
 @needs(term="shaped", present="reference")
-def uncorrected(batch: StepBatch, options: WeighOptions) -> Weighed:
+def uncorrected(batch: StepBatch, options: MethodOptions) -> Weighed:
     """f(w), as if the policy before this step's update had written the answer (an ablation of ExGRPO)."""
     return Weighed(batch.log_prob)
 
 
 @needs(term="clipped", present="reference")
-def as_fresh(batch: StepBatch, options: WeighOptions) -> Weighed:
+def as_fresh(batch: StepBatch, options: MethodOptions) -> Weighed:
     """The clipped ratio, as if the policy before this step's update had written the answer.
 
     RLEP, arXiv 2507.07451: its code computes all old log-probs anew.
@@ -51,7 +52,7 @@ def as_fresh(batch: StepBatch, options: WeighOptions) -> Weighed:
 
 
 @needs(term="ratio", present="values")
-def second_moment(batch: StepBatch, options: WeighOptions) -> Weighed:
+def second_moment(batch: StepBatch, options: MethodOptions) -> Weighed:
     """w A, without the tokens whose ratio has gone too far in the direction of their advantage.
 
     A bound on the second moment of log-ratios (M2PO, arXiv 2510.01161, algorithm 1). Of the tokens with A > 0 and w > 1
@@ -66,23 +67,23 @@ def second_moment(batch: StepBatch, options: WeighOptions) -> Weighed:
     means = np.cumsum(squares[order]) / np.arange(1, len(squares) + 1)
     factor = np.ones_like(log_ratio)
     # The prefix means of sorted numbers do not fall: as many as are within the bound are the longest prefix.
-    factor[onward[order]] = means <= options.second_moment
+    factor[onward[order]] = means <= options.objective.second_moment
     return Weighed(batch.old_log_prob, factor)
 
 
 @needs(term="clipped", present="values")
-def veto(batch: StepBatch, options: WeighOptions) -> Weighed:
-    """The clipped ratio; of an answer with A < 0, nothing behind its first token with w below the trigger is learnt.
+def veto(batch: StepBatch, options: MethodOptions) -> Weighed:
+    """The clipped ratio; for A < 0, all tokens after the first one with w < `trigger` are masked.
 
     So failures that the policy has left are not pushed further away (mu-GRPO, arXiv 2605.17570).
     """
-    left = (_log_ratio(batch) < np.log(options.trigger)) & batch.by_token(batch.advantage < 0)
+    left = (_log_ratio(batch) < np.log(options.objective.trigger)) & batch.by_token(batch.advantage < 0)
     before = np.concatenate([[0], np.cumsum(left)])
     return Weighed(batch.old_log_prob, (before[:-1] == batch.by_token(before[batch.start[:-1]])).astype(np.float32))
 
 
 @needs(term="clipped", present="values")
-def decoupled(batch: StepBatch, options: WeighOptions) -> Weighed:
+def decoupled(batch: StepBatch, options: MethodOptions) -> Weighed:
     """pi_old / pi_past times the ratio to pi_old, clipped, with pi_old the policy before this step's update.
 
     Correction and trust region apart: POPO, arXiv 2606.01281, by its authors' description; decoupled PPO.
@@ -91,18 +92,20 @@ def decoupled(batch: StepBatch, options: WeighOptions) -> Weighed:
 
 
 @needs(term="ratio")
-def likelihood(batch: StepBatch, options: WeighOptions) -> Weighed:
+def likelihood(batch: StepBatch, options: MethodOptions) -> Weighed:
     """The log-probability of a success, times the coefficient; nothing of a failure. No ratio, no advantage.
 
     The ratio to the policy itself is 1, and its gradient that of the log-probability. Re:Max and Re:Dr, package
     remax-rl.
     """
     right = is_success(batch.reward, options.success)
-    return Weighed(np.full_like(batch.old_log_prob, PRESENT), advantage=np.where(right, options.coefficient, 0.0))
+    return Weighed(
+        np.full_like(batch.old_log_prob, PRESENT), advantage=np.where(right, options.objective.coefficient, 0.0)
+    )
 
 
 @needs(term="ratio", present="values")
-def jensen_shannon(batch: StepBatch, options: WeighOptions) -> Weighed:
+def jensen_shannon(batch: StepBatch, options: MethodOptions) -> Weighed:
     """Minus the coefficient times the Jensen-Shannon divergence to the policies of the stored answers.
 
     With samples of a past policy q and u = p / q, E_q[u log u - (u + 1) log((u + 1) / 2)] is twice the divergence, and
@@ -110,7 +113,9 @@ def jensen_shannon(batch: StepBatch, options: WeighOptions) -> Weighed:
     advantage, no reward. DPH-RL, arXiv 2509.07430; as in DyJR, 2603.16157.
     """
     factor = _pull(np.minimum(_log_ratio(batch).astype(np.float64), MOST)).astype(np.float32)
-    return Weighed(np.full_like(batch.old_log_prob, PRESENT), factor, np.full(len(batch), options.coefficient))
+    return Weighed(
+        np.full_like(batch.old_log_prob, PRESENT), factor, np.full(len(batch), options.objective.coefficient)
+    )
 
 
 def _log_ratio(batch: StepBatch) -> Floats:

@@ -14,10 +14,11 @@ import numpy as np
 from exgrpo.train.common.columns import COLUMNS, Column
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.replay import Setting
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
 from exgrpo.train.replay.advantages import group_advantages
@@ -196,13 +197,13 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
         RewardError: on every rank, if the reward of an answer is no number.
     """
     setting = run.replay.setting
-    if setting.options.start is None:
+    if setting.experience.start is None:
         return None
-    started = Started(str(setting.options.start))
+    started = Started(str(setting.experience.start))
     rows = agree(run.world, lambda: _read(run, encoding, started))
     _check_alike(run.world, rows, started)
     _grade(run, rows, started)
-    rows = _distinct(rows, getattr(rules.find("admit", setting.options.admit), "distinct", None), started)
+    rows = _distinct(rows, Needs.of(rules.find("admit", setting.experience.admit)).distinct, started)
     _score(run, rows, started)
     counts = _success_counts(rows, setting)
     columns = {
@@ -244,7 +245,7 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
 
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
-    rule = run.replay.setting.options.start_log_prob
+    rule = run.replay.setting.experience.start_log_prob
     kept = trace.kept if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
     may = may and own and kept is trace.kept and trace.behaviour != "unknown"
@@ -305,7 +306,7 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
 
 
 def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
-    if run.replay.setting.options.start_log_prob == "unknown":
+    if run.replay.setting.experience.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
     unknown = [row for row in rows if row.one.behaviour == "unknown"]
@@ -320,7 +321,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
             row.one = replace(row.one, log_prob=log_prob[batch.at(place)], behaviour="trainer")
 
 
-def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
+def _success_counts(rows: Sequence[_Row], setting: MethodOptions) -> dict[int, float]:
     """Success count K m / F of each question in [1, K-1], of its latest known group, else of its rows."""
     of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
@@ -332,7 +333,7 @@ def _success_counts(rows: Sequence[_Row], setting: Setting) -> dict[int, float]:
     }
 
 
-def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: Setting) -> Doubles:
+def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: MethodOptions) -> Doubles:
     """[N] advantages of the traces; an unknown one is that in K answers with the question's success count."""
     place = {question: number for number, question in enumerate(counts)}
     group = [place[row.question.index] for row in rows]
@@ -340,6 +341,7 @@ def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: Sett
     successes = np.full(len(counts), setting.success)
     reward = np.concatenate([[row.one.reward for row in rows], successes, np.where(successes == 0, -1.0, 0.0)])
     weight = np.concatenate([np.zeros(len(rows)), right, setting.samples - right])
-    unknown = group_advantages(reward, np.concatenate([group, groups, groups]), weight, setting).tolist()
+    of = np.concatenate([group, groups, groups])
+    unknown = group_advantages(reward, of, weight, setting.objective).tolist()
     known = [row.advantage for row in rows]
     return np.array([other if one is None else one for one, other in zip(known, unknown, strict=False)])

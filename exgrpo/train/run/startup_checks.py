@@ -13,6 +13,7 @@ from itertools import chain
 
 from exgrpo.train.checkpoint.resume import AUTO, finished, is_unsaved
 from exgrpo.train.common.errors import ConfigError, is_first_rank
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.config.hub import check_upload, offline_reason
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, check_evaluation, held_out_sets
@@ -123,18 +124,18 @@ def check_method(config: Config) -> None:
         ConfigError: they do not.
     """
     experience = config.experience
-    compose = rules.find("compose", experience.compose)
-    if getattr(compose, "fills", False) and config.rollout.refills:
+    compose = Needs.of(rules.find("compose", experience.compose))
+    if compose.fills and config.rollout.refills:
         raise ConfigError(
             f"rollout.refills asks further questions in the place of groups without a gradient, and experience.compose "
             f"{experience.compose} puts stored groups there: leave one of them out"
         )
-    if getattr(compose, "alone", False) and experience.advantage == "group":
+    if compose.alone and experience.advantage == "group":
         raise ConfigError(
             f"experience.compose {experience.compose} trains on single stored answers, which have no advantage in a "
             "group of their own: it needs experience.advantage=stored"
         )
-    rehearse(experience, config.objective, config.rollout.samples, config.reward.success)
+    rehearse(config.method)
 
 
 def check_surrogate(config: Config) -> None:
@@ -143,8 +144,9 @@ def check_surrogate(config: Config) -> None:
     Raises:
         ConfigError: it does not.
     """
-    surrogate, compose = SURROGATES.find(config.objective.surrogate), rules.find("compose", config.experience.compose)
-    if config.objective.anchor == "start" and not getattr(surrogate, "all_rows", False):
+    surrogate = Needs.of(SURROGATES.find(config.objective.surrogate))
+    compose = Needs.of(rules.find("compose", config.experience.compose))
+    if config.objective.anchor == "start" and not surrogate.all_rows:
         raise ConfigError(
             f"objective.anchor start is for regressions, and objective.surrogate is {config.objective.surrogate}: take "
             "oapl or coupled, or leave it out; kl_coef adds a divergence to the start"
@@ -154,7 +156,7 @@ def check_surrogate(config: Config) -> None:
             "objective.kl_corrected multiplies by the ratio to the policy that wrote a token, and with anchor start "
             "ratios are to the start: take kl_corrected false, or leave kl_coef out"
         )
-    if getattr(surrogate, "coupled", False) and config.experience.ratio and getattr(compose, "alone", False):
+    if surrogate.coupled and config.experience.ratio and compose.alone:
         raise ConfigError(
             f"objective.surrogate {config.objective.surrogate} compares the answers of a group, and experience.compose "
             f"{config.experience.compose} makes groups of single answers: take oapl, or another composition"

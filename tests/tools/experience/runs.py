@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, write_checked
 from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.replay import Setting
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
@@ -90,7 +90,7 @@ def make_run(
 ) -> Path:
     """Make a run's folder with one checkpoint as `Checkpoints` writes it, without weights, for `questions`."""
     of_run = config(values)
-    memory = ExperienceMemory(QUESTIONS, Setting(of_run.experience, K))
+    memory = ExperienceMemory(QUESTIONS, MethodOptions(of_run.experience, K))
     place = np.arange(len(trajectories))
     columns = {
         "advantage": 0.25 + place,

@@ -8,9 +8,9 @@ import torch
 
 from exgrpo.kernels import PolicyLoss
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy.layout import Padded, schedule
-from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.update import (
     BINS,
     NEAR_ZERO,
@@ -89,7 +89,7 @@ def stats(batch: StepBatch, *, budget: int, ranks: int, beta: float | None) -> U
     """Of an update after which the log-prob of every token is -0.9."""
     world = GatheringWorld(ranks)
     for share in schedule((batch.length + 1).tolist(), budget, ranks):
-        tally = Tally(LossTerms(LossSettings(ObjectiveConfig()), 1.0, term="shaped" if beta else "ratio"))
+        tally = Tally(LossTerms(MethodOptions(), 1.0, term="shaped" if beta else "ratio"))
         for numbers in share:
             micro = Padded().rows(batch.take(np.array(numbers, np.int64)), torch.device("cpu"))
             log_prob = torch.where(micro.target >= 0, -0.9, 0.0)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from exgrpo.kernels import PolicyLoss
-from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.policy.layout import Padded
-from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.update import Tally
-from exgrpo.train.replay import PlannedGroup, Replay, Setting
+from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
@@ -45,7 +44,7 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
     def written(rewards, step):
         return make_batch([(0, [Row(reward, (i,), step=step) for i, reward in enumerate(rewards)])])
 
-    setting = Setting(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), K)
+    setting = MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), K)
     replay, resumed = (Replay(setting, 2, 0) for _ in range(2))
     replay.take_in(written([1.0, 0.0, 0.0, 0.0], 1), 1)
     assert [replayed(replay), replayed(replay)] == [[1], [2]]
@@ -110,7 +109,7 @@ def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
     nothing = torch.zeros(micro.target.shape)
     clipped = torch.zeros(micro.target.shape)
     clipped[2, micro.target[2] >= 0] = torch.arange(7.0).lt(clipped_tokens).float()
-    tally = Tally(LossTerms(LossSettings(ObjectiveConfig()), 1.0))
+    tally = Tally(LossTerms(MethodOptions(), 1.0))
     tally.add(micro, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
     assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.records import SHARED, KeptSets, Rollout, Score, shared_prefix
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy import attention, layout
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.layout import Packed, Padded
-from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.policy import Policy
 from tests.integrations import tiny
@@ -24,7 +24,7 @@ from tests.train.batches import sets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-TERMS = LossTerms(LossSettings(ObjectiveConfig(), temperature=0.8), 13.0, 0.02)
+TERMS = LossTerms(MethodOptions(temperature=0.8), 13.0, 0.02)
 PACKABLE = ["llama", "qwen2", "qwen3", "gemma3_text", "cohere", "granite", "mistral", "olmo2", "qwen3_moe"]
 
 

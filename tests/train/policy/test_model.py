@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.policy.batch import MicroBatch
-from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
@@ -121,7 +121,7 @@ def test_scores_and_loss_are_those_of_the_models_own_logits(name, temperature, c
     ):
         assert_as_near(*values)
 
-    result = policy(batch, LossTerms(LossSettings(OBJECTIVE, temperature=temperature), NORMALIZER, COEF))
+    result = policy(batch, LossTerms(MethodOptions(objective=OBJECTIVE, temperature=temperature), NORMALIZER, COEF))
     losses = [own_loss(one, batch, temperature) for one in (plain, exact)]
     assert_as_near(result.loss, *losses)
     assert 0 < result.clipped.sum() < (batch.target >= 0).sum()

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.kernels.inputs import PRESENT
-from exgrpo.train.config.objective import SURROGATES, ObjectiveConfig, overlong_penalty
+from exgrpo.train.common.functions import Needs
+from exgrpo.train.config.objective import SURROGATES, MethodOptions, ObjectiveConfig, overlong_penalty
 from exgrpo.train.policy.batch import build_minibatches
-from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, SurrogateOptions
+from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens
 from exgrpo.train.replay.advantages import fill_advantages
 from tests.train.batches import Row, make_batch
 
@@ -20,12 +21,12 @@ LENGTHS = (4, 1, 7, 3)
 BOUNDS = (0.8, 1.3)
 WEIGHTS = (1.0, 0.5, 2.0, 0.25)
 """Of the answers, where the objective is not homogeneous in the advantage."""
-OPTIONS = SurrogateOptions(BOUNDS, 1.4, beta2=0.3)
-ALL_ROWS = [name for name in SURROGATES.names if getattr(SURROGATES.find(name), "all_rows", False)]
+OPTIONS = MethodOptions(objective=ObjectiveConfig(dual_clip=1.4, beta2=0.3))
+ALL_ROWS = [name for name in SURROGATES.names if Needs.of(SURROGATES.find(name)).all_rows]
 HOMOGENEOUS = [name for name in SURROGATES.names if name not in ALL_ROWS]
 
 
-def of_answers(seed=0, *, present=False):
+def of_answers(seed=0, *, present=False, bounds=BOUNDS):
     """Log-probs, old ones and advantages of some answers: [T] each, ratios on both sides of the bounds."""
     rng = np.random.default_rng(seed)
     old = torch.from_numpy(rng.normal(-1.5, 1, sum(LENGTHS)))
@@ -35,13 +36,13 @@ def of_answers(seed=0, *, present=False):
     if present:
         old = torch.full_like(old, PRESENT)
     weight = torch.from_numpy(np.repeat(WEIGHTS, LENGTHS))
-    return log_prob, RatioTokens(log_prob, old, advantage, torch.tensor(LENGTHS), weight)
+    return log_prob, RatioTokens(log_prob, old, advantage, torch.tensor(LENGTHS), weight, bounds)
 
 
 def written_out(name, log_prob, old, advantage, bounds, dual_clip):
     """The objective of one answer, in numbers; and the tokens whose ratio a bound has taken the place of."""
     low, high = bounds or (0.0, math.inf)
-    moved, beta2, nothing = sum(log_prob) - sum(old), OPTIONS.beta2, [False] * len(old)
+    moved, beta2, nothing = sum(log_prob) - sum(old), OPTIONS.objective.beta2, [False] * len(old)
     match name:
         case "oapl":
             return -((beta2 * moved - advantage) ** 2), nothing
@@ -67,8 +68,8 @@ def written_out(name, log_prob, old, advantage, bounds, dual_clip):
 @pytest.mark.parametrize("bounds", [BOUNDS, None])
 @pytest.mark.parametrize("name", SURROGATES.names)
 def test_a_surrogate_is_its_formula(name, bounds):
-    log_prob, tokens = of_answers()
-    found = SURROGATES.find(name)(tokens, dataclasses.replace(OPTIONS, bounds=bounds))
+    log_prob, tokens = of_answers(bounds=bounds)
+    found = SURROGATES.find(name)(tokens, OPTIONS)
     columns = zip(*(v.detach().split(LENGTHS) for v in (log_prob, tokens.old_log_prob, tokens.advantage)), strict=True)
     expected = [written_out(name, a.tolist(), b.tolist(), c[0].item(), bounds, 1.4) for a, b, c in columns]
     weights = WEIGHTS if name in ALL_ROWS else [1] * len(LENGTHS)
@@ -83,7 +84,7 @@ def test_a_surrogate_is_its_formula(name, bounds):
 def test_the_gradient_of_the_policy_that_wrote_the_tokens_is_reinforce(name):
     """Where all ratios are 1, every homogeneous surrogate has the gradient A of each token's log-prob."""
     log_prob, tokens = of_answers(present=True)
-    SURROGATES.find(name)(tokens, SurrogateOptions(BOUNDS, 3.0)).value.sum().backward()
+    SURROGATES.find(name)(tokens, MethodOptions()).value.sum().backward()
     torch.testing.assert_close(log_prob.grad, tokens.advantage, rtol=1e-12, atol=0)
 
 
@@ -94,7 +95,7 @@ def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_
     tokens = dataclasses.replace(tokens, advantage=tokens.advantage * (tokens.advantage != 1.5))
     SURROGATES.find(name)(tokens, OPTIONS).value.sum().backward()
     moved = tokens.over_tokens(tokens.sums(tokens.log_ratio.detach()))
-    beta2 = OPTIONS.beta2
+    beta2 = OPTIONS.objective.beta2
     scale = {"oapl": 1.0, "coupled": 1 / beta2**2}[name]
     expected = 2 * beta2 * scale * tokens.weight * (tokens.advantage - beta2 * moved)
     torch.testing.assert_close(log_prob.grad, expected, rtol=1e-12, atol=0)
@@ -105,9 +106,8 @@ def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_
 @given(factor=st.floats(0, 100), seed=st.integers(0, 1000))
 def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
     _, tokens = of_answers(seed)
-    options = SurrogateOptions(BOUNDS, 1.5)
     more = dataclasses.replace(tokens, advantage=factor * tokens.advantage)
-    one, other = (SURROGATES.find(name)(each, options).value.sum() for each in (tokens, more))
+    one, other = (SURROGATES.find(name)(each, OPTIONS).value.sum() for each in (tokens, more))
     torch.testing.assert_close(factor * one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -115,8 +115,8 @@ def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
 def test_a_surrogate_of_no_answers_has_a_gradient(name):
     log_prob = torch.zeros(0, requires_grad=True)
     none = torch.zeros(0)
-    tokens = RatioTokens(log_prob, none, none, torch.zeros(0, dtype=torch.int64), none)
-    value = SURROGATES.find(name)(tokens, SurrogateOptions(BOUNDS, 3.0)).value.sum()
+    tokens = RatioTokens(log_prob, none, none, torch.zeros(0, dtype=torch.int64), none, BOUNDS)
+    value = SURROGATES.find(name)(tokens, MethodOptions()).value.sum()
     value.backward()
     assert value == 0
     assert log_prob.grad.shape == (0,)
@@ -204,7 +204,7 @@ def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, basel
     minibatch.couple(log_prob.detach().numpy(), beta2, np.ones(len(rows), bool))
     advantage = torch.from_numpy(rows.by_token(rows.advantage))
     tokens = RatioTokens(log_prob, old, advantage, lengths, torch.ones_like(old))
-    found = SURROGATES.find("coupled")(tokens, SurrogateOptions(None, beta2=beta2)).value.sum() / minibatch.normalizer
+    found = SURROGATES.find("coupled")(tokens, MethodOptions(objective=objective)).value.sum() / minibatch.normalizer
     u = torch.from_numpy(rows.reward) / beta2 - tokens.sums(log_prob - old)
     of_groups = [u[torch.from_numpy(rows.group == group)] for group in range(2)]
     expected = -sum(((one - one.mean()) ** 2).sum() for one in of_groups) / len(u)

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay import ExperienceConfig, MeanScores, Replay, Setting
+from exgrpo.train.replay import ExperienceConfig, MeanScores, MethodOptions, Replay, rules
 from tests.train.batches import Row, make_batch
+from tests.train.trainers import half, make
 
 K = 4
 COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed", "returning")
@@ -34,7 +36,7 @@ def graded(of_step: dict[int, int], step: int) -> StepBatch:
 def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -> Replay:
     """A replay that has seen some steps: of each question how many answers were right."""
     values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
-    replay = Replay(Setting(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
+    replay = Replay(MethodOptions(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
     for step, of_step in enumerate(filter(None, steps), 1):
         replay.take_in(graded(of_step, step), step)
     return replay
@@ -320,3 +322,18 @@ def test_groups_of_stored_answers_have_no_group_to_count_in_unless_it_is_their_o
     _, alone = settled(replay, {10: 0, 11: 0, 12: 1, 13: 1}, 4, 2)
     assert alone
     assert all(np.isnan(group.stored_advantage).all() for group in alone)
+
+
+@pytest.mark.parametrize("compose", rules.names("compose"))
+def test_a_composition_plans_what_it_declares(compose):
+    options = {"compose": compose, "advantage": "stored", "cooldown": 1, "lag": 1, "band": (0.0, 1.0)}
+    trainer = make({**half(30), **dict.fromkeys(range(30, 40), 0.0)}, experience=options)
+    mixed, whole = False, True
+    for step in range(1, 7):
+        batch = trainer.step(step).batch
+        rows, fresh = (np.bincount(batch.group[of], minlength=batch.groups) for of in (slice(None), batch.fresh))
+        mixed |= bool(((fresh > 0) & (fresh < K)).any())
+        whole &= bool((rows == K).all()) and sorted(batch.trained) == list(range(batch.groups))
+    declared = Needs.of(rules.find("compose", compose))
+    assert declared.in_place == mixed
+    assert whole or not declared.keeps_groups

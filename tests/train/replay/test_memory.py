@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.replay import Baseline
-from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Replay, Setting
+from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, Replay
 from exgrpo.train.replay.difficulty import BANDS
 from tests.train.batches import Row, make_batch
 
@@ -36,7 +37,7 @@ def take_in(memory: ExperienceMemory, batch: StepBatch, step: int = 0) -> None:
 def remembering(questions: int, samples: int = K, *, success: float = 1.0, retire: bool = True, **options):
     """A memory with these options."""
     config = ExperienceConfig(**options, expire=("retirement",) if retire else ())
-    return ExperienceMemory(questions, Setting(config, samples, success))
+    return ExperienceMemory(questions, MethodOptions(config, samples, success))
 
 
 REWARDS = [-0.5, 0.0, 0.1, 0.25, 0.7, 1.0]
@@ -111,7 +112,7 @@ def test_bands_are_the_papers(samples):
 
 
 def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands():
-    replay = Replay(Setting(ExperienceConfig(), K), 3, 0)
+    replay = Replay(MethodOptions(ExperienceConfig(), K), 3, 0)
     batch = make_batch([group(0, [1.0, 0.0, 0.0, 0.0]), group(1, [1.0] * 3, replayed=True), (2, [Row(replayed=True)])])
     bands = {name: replay.in_band(batch, name).tolist() for name in BANDS}
     assert bands == {
@@ -134,7 +135,9 @@ def test_a_success_is_what_the_setting_says(success, stored, right):
 
 @pytest.mark.parametrize("baseline", get_args(Baseline))
 def test_answers_that_are_all_alike_have_no_advantage_to_the_bit(baseline):
-    memory = ExperienceMemory(1, Setting(ExperienceConfig(admit="all"), 3, baseline=baseline))
+    memory = ExperienceMemory(
+        1, MethodOptions(ExperienceConfig(admit="all"), 3, objective=ObjectiveConfig(baseline=baseline))
+    )
     take_in(memory, make_batch([group(0, [0.1] * 3)]))
     assert memory.table.column("advantage").tolist() == [0.0] * 3
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import FreshQuestions, Mixture, Replay, Setting
+from exgrpo.train.replay import FreshQuestions, MethodOptions, Mixture, Replay
 
 SIZES, WEIGHTS = (40, 7, 300), (1.0, 2.0, 5.0)
 SOURCE = np.repeat(np.arange(3), SIZES)
@@ -76,7 +76,7 @@ def test_what_is_excluded_is_never_drawn_and_all_else_is_before_the_batch_stays_
 @pytest.mark.parametrize("steps", [1, 7, 40])
 def test_a_replay_with_a_mixture_goes_on_exactly(steps):
     def replay(seed):
-        return Replay(Setting(ExperienceConfig(), 4), 347, seed, mixture=Mixture(SIZES, WEIGHTS))
+        return Replay(MethodOptions(ExperienceConfig(), 4), 347, seed, mixture=Mixture(SIZES, WEIGHTS))
 
     whole, resumed = replay(3), replay(4)
     for step in range(steps):

@@ -13,25 +13,25 @@ from tests.train.trainers import half, make, updated
 OWN = """
 from exgrpo.train.replay import Expired, PlannedGroup, Priority, Weighed, needs
 
-def admit(batch, setting):
-    return batch.fresh & (batch.reward < setting.success)
+def admit(batch, options):
+    return batch.fresh & (batch.reward < options.success)
 
-def prioritise(units, setting):
-    return Priority(-1000 * units.question)
+def prioritise(candidates, options):
+    return Priority(-1000 * candidates.question)
 
-def settle(batch, supply):
-    return [*range(batch.groups), *supply.alone(supply.draw("stored", 2))]
+def settle(batch, planner):
+    return [*range(batch.groups), *planner.alone(planner.draw("stored", 2))]
 
 @needs(settle=settle)
-def compose(supply):
-    return supply.fresh(3)
+def compose(planner):
+    return planner.fresh(3)
 
 @needs(term="ratio")
 def weigh(batch, options):
     return Weighed(batch.old_log_prob, advantage=7.0 + 0 * batch.reward)
 
-def expire(units, setting):
-    return Expired(units.length > 5, units.solved)
+def expire(candidates, options):
+    return Expired(candidates.length > 5, candidates.solved)
 
 number = 5
 """
@@ -73,7 +73,9 @@ def test_a_method_may_be_a_file_of_ones_own(own):
 def test_stored_answers_that_are_planned_ahead_are_the_same_after_a_restart(tmp_path):
     """A restored memory numbers its rows anew."""
     path = tmp_path / "ahead.py"
-    path.write_text("def compose(supply):\n    return [*supply.fresh(4), *supply.alone(supply.draw('stored', 2))]\n")
+    path.write_text(
+        "def compose(planner):\n    return [*planner.fresh(4), *planner.alone(planner.draw('stored', 2))]\n"
+    )
     experience = {"compose": f"{path}:compose", "advantage": "stored", "capacity": 12}
     rollout = {"behaviour": "engine", "ahead": True, "servers": ["http://unused:8000"]}
     trainer, other = (make(half(24), experience=experience, rollout=rollout) for _ in range(2))
@@ -113,7 +115,7 @@ READS = "chosen = batch.by_token(batch.fresh)\n    assert not np.isnan(batch.COL
 def test_scores_of_fresh_answers_are_there_for_a_function_that_needs_them(own, kind, column):
     """They are those of all answers; without the declaration the column cannot be read."""
     reads = OWN.replace("\nfrom", "\nimport numpy as np\nfrom", 1)
-    head = f"def {kind}(" + {"admit": "batch, setting):\n    ", "settle": "batch, supply):\n    "}[kind]
+    head = f"def {kind}(" + {"admit": "batch, options):\n    ", "settle": "batch, planner):\n    "}[kind]
     reads = reads.replace(head, head + READS.replace("COLUMN", column))
     own.write_text(reads)
     config = configured(places(own))
@@ -138,19 +140,68 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
 
 
 @pytest.mark.parametrize(
-    ("need", "message"),
+    ("kind", "need", "message"),
     [
-        ('term="clipt"', "unknown term 'clipt' in @needs; there are shaped, ratio, clipped"),
-        ('present="value"', "unknown present 'value' in @needs; there are values, reference"),
+        ("weigh", 'term="clipt"', "@needs: term is one of 'shaped', 'ratio', 'clipped', and not 'clipt' (own.py, line"),
+        (
+            "weigh",
+            'present="value"',
+            "@needs: present is one of None, 'values', 'reference', and not 'value' (own.py, l",
+        ),
+        (
+            "weigh",
+            'distinct="key"',
+            "weigh: @needs(distinct=...) has no meaning for this kind of function: there are ter",
+        ),
+        (
+            "admit",
+            'distinct="respnse"',
+            "@needs: distinct is one of None, 'response', 'key', and not 'respnse' (own.py",
+        ),
+        ("admit", "scroes=True", "@needs: unknown name 'scroes'; did you mean 'scores'? (own.py, line"),
+        ("admit", 'scores="yes"', "@needs: scores is one of False, True, and not 'yes' (own.py, line"),
+        ("admit", "xyz=True", "@needs: unknown name 'xyz'; there are distinct, scores, settle, "),
+        ("compose", 'settle="settle"', "@needs: settle is a function, and not 'settle' (own.py, line"),
+        (
+            "settle",
+            "alone=True",
+            "settle: @needs(alone=...) has no meaning for this kind of function: there are scores",
+        ),
+        (
+            "prioritise",
+            "scores=True",
+            "@needs(scores=...) has no meaning for this kind of function: there is nothing to",
+        ),
     ],
 )
-def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, need, message):
-    own.write_text(OWN.replace('term="ratio"', need))
-    values = {"objective": {"weigh": f"{own}:weigh"}}
+def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, kind, need, message):
+    own.write_text(re.sub(rf"(@needs.*\n)?def {kind}\(", f"@needs({need})\ndef {kind}(", OWN))
+    values = places(own)
     for refuse in (lambda: startup_checks.check_method(configured(values)), lambda: make(half(12), **values)):
         with pytest.raises(ConfigError) as error:
             refuse()
-        assert str(error.value) == f"objective.weigh {own}:weigh: {message}"
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        ("all_row=True", "@needs: unknown name 'all_row'; did you mean 'all_rows'? (own.py, line 3)"),
+        (
+            "scores=True",
+            "@needs(scores=...) has no meaning for this kind of function: there are fused, bounds_weights, ",
+        ),
+    ],
+)
+def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_path, surrogate, message):
+    path = tmp_path / "own.py"
+    path.write_text(
+        f"from exgrpo.train.common.functions import needs\n\n@needs({surrogate})\ndef own(tokens, options):\n    pass\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        startup_checks.check_surrogate(configured({"objective": {"surrogate": f"{path}:own"}}))
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -164,17 +215,29 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
             "return batch.rewards > 0",
             "a StepBatch has no rewards ({line}); there are answers, behaviour, chosen_entropy",
         ),
-        ("prioritise", "return -units.count", "it gave an array [{number}] of float64; it gives Priority(log_weight)"),
-        ("prioritise", "return Priority(units.count[1:])", "it gave an array [{number}] of float64 in a Priority; it"),
-        ("prioritise", "return Priority(units.count[:1], units.question)", "its strata are {number} to {number}"),
         (
             "prioritise",
-            "return Priority(units.lenght)",
-            "units have no lenght ({line}); there are accuracy, advantage, age, count",
+            "return -candidates.count",
+            "it gave an array [{number}] of float64; it gives Priority(",
         ),
-        ("prioritise", "return Priority(units.count * np.nan)", "a logarithm of a weight is nan"),
-        ("prioritise", "return Priority(units.count - np.inf)", "all logarithms of weights are -inf"),
-        ("compose", "return supply.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as supply.fresh"),
+        (
+            "prioritise",
+            "return Priority(candidates.count[1:])",
+            "it gave an array [{number}] of float64 in a Priority",
+        ),
+        (
+            "prioritise",
+            "return Priority(candidates.count[:1], candidates.question)",
+            "its strata are {number}",
+        ),
+        (
+            "prioritise",
+            "return Priority(candidates.lenght)",
+            "candidates have no lenght ({line}); there are accuracy, advantage, age, count",
+        ),
+        ("prioritise", "return Priority(candidates.count * np.nan)", "a logarithm of a weight is nan"),
+        ("prioritise", "return Priority(candidates.count - np.inf)", "all logarithms of weights are -inf"),
+        ("compose", "return planner.fresh(3)[0]", "(PlannedGroup); it gives a list of PlannedGroup, as planner.fresh"),
         ("compose", "return []", "it plans no fresh answer, and not all questions are retired; it gives a list"),
         ("compose", "return [PlannedGroup(12, 4)]", "fresh=4, choose=0, rows=()), and questions are 0 to 11"),
         ("compose", "return [PlannedGroup(3, 2, 9)]", "choose=9, rows=()), and stored of that question are the rows"),
@@ -182,12 +245,12 @@ def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, 
         ("settle", "return [True]", "it gave True (bool) in its list; it gives a list of numbers of graded groups"),
         ("settle", "return [0, 3]", "it gave the groups [0, 3], and there are 3, from 0, each of which counts once"),
         ("settle", "return [*np.arange(2), 1]", "it gave the groups [0, 1, 1], and there are 3"),
-        ("settle", "return supply.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
+        ("settle", "return planner.fresh(1)", "fresh=4, choose=0, rows=()) when all have been graded; it gives a list"),
         ("settle", "return [PlannedGroup(0, 0, 2)]", "fresh=0, choose=2, rows=()) when all have been graded; it gives"),
-        ("expire", "return units.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
+        ("expire", "return candidates.replays > 1", "it gave an array [{number}] of bool; it gives Expired(rows"),
         (
             "expire",
-            "return Expired(units.replays[1:] > 1)",
+            "return Expired(candidates.replays[1:] > 1)",
             "it gave an array [{number}] of bool as its rows; it gives",
         ),
         ("expire", "return Expired(None, [3])", "it gave [3] (list) as its questions; it gives Expired(rows"),
@@ -218,7 +281,7 @@ def test_what_a_function_does_wrong_is_told_before_there_is_a_model(own, kind, b
 
 
 def test_replayed_rows_cannot_be_stored_again(own):
-    own.write_text(OWN.replace("batch.fresh & (batch.reward < setting.success)", "batch.reward < setting.success"))
+    own.write_text(OWN.replace("batch.fresh & (batch.reward < options.success)", "batch.reward < options.success"))
     with pytest.raises(ConfigError, match="admit: it stores replayed rows, and only fresh ones can be stored$"):
         startup_checks.check_method(configured(places(own, compose="mixed")))
 

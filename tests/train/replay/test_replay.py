@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, Setting
+from exgrpo.train.replay import MeanScores, MethodOptions, PlannedGroup, Replay
 from exgrpo.train.replay.candidates import RULES
 from tests.train.batches import Row, make_batch
 from tests.train.replay.test_memory import group
@@ -15,7 +15,7 @@ from tests.train.replay.test_memory import group
 
 @pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
 def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
-    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 4), 6, seed=0)
+    replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 4), 6, seed=0)
     replay.take_in(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
     asked = []
 
@@ -66,7 +66,7 @@ def test_selection_equals_brute_force(values):
 
 def test_what_is_replayed_is_as_it_was_stored():
     replay = Replay(
-        Setting(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0
+        MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0
     )
     row = Row(1.0, (5, 6, 7), (-0.1, 0.0, -0.3), own=(True, False, True), key=8, step=4, penalty=0.25, behaviour=ENGINE)
     replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
@@ -83,7 +83,7 @@ def test_what_is_replayed_is_as_it_was_stored():
 def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
     """Some groups may be trained on; stored answers come behind all of them."""
     options = ExperienceConfig(start_pass_rate=0.0, compose="in_place", admit="all", expire=(), ratio=1.0)
-    replay = Replay(Setting(options, 2), 9, seed=0)
+    replay = Replay(MethodOptions(options, 2), 9, seed=0)
     replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
     batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
     replay.take_in(batch, 2)
@@ -96,7 +96,7 @@ def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
 @pytest.mark.parametrize(("multiple", "expected"), [(1, 2), (3, 3), (5, 5), (7, 0)])
 def test_refills_ask_as_many_questions_as_groups_lack_a_gradient(multiple, expected):
     """Up to a multiple, and down where only 5 questions are left."""
-    replay = Replay(Setting(ExperienceConfig(), 2), 9, seed=0)
+    replay = Replay(MethodOptions(ExperienceConfig(), 2), 9, seed=0)
     batch = make_batch([group(q, [1.0, q % 2], step=1) for q in range(4)])
     more = replay.refill(batch, 4, 1, multiple)
     assert len({one.question for one in more} - set(range(4))) == len(more) == expected

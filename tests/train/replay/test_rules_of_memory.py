@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, Setting, table
+from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, table
 from exgrpo.train.replay.memory import NEVER
 from tests.train.batches import Row, make_batch
 
@@ -187,7 +188,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 @settings(max_examples=400)
 def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, success, scale_by_std, start):
-    setting = Setting(ExperienceConfig(**options), K, success, scale_by_std)
+    setting = MethodOptions(ExperienceConfig(**options), K, success, ObjectiveConfig(scale_by_std=scale_by_std))
     memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, success, scale_by_std)
     for step, (entries, replayed) in enumerate(history, 1):
         places = [int(place * len(model.rows)) for place in replayed] if model.rows else []
@@ -210,6 +211,6 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
 
 
 def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
-    memory = ExperienceMemory(2, Setting(ExperienceConfig(ratio=0.0, max_age=1), K))
+    memory = ExperienceMemory(2, MethodOptions(ExperienceConfig(ratio=0.0, max_age=1), K))
     memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, np.zeros(K, bool))
     assert not memory.retired.any()

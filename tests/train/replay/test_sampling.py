@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.replay import ExperienceConfig, Priority, Replay, Setting, Units, candidates, draw, rules
+from exgrpo.train.replay import Candidates, ExperienceConfig, MethodOptions, Priority, Replay, draw, rules
 from tests.train.batches import make_batch
 from tests.train.replay.test_memory import group, take_in
 
@@ -29,24 +29,24 @@ CLOSED_FORMS = {
 }
 
 
-def units(now: int = 100, **columns) -> Units:
+def candidates(now: int = 100, **columns) -> Candidates:
     size = len(next(iter(columns.values())))
-    return Units.of(now, question=np.arange(size), **{name: np.array(column) for name, column in columns.items()})
+    return Candidates.of(now, question=np.arange(size), **{name: np.array(column) for name, column in columns.items()})
 
 
-def prioritised(name: str, given: Units, **options) -> Priority:
-    return rules.find("prioritise", name)(given, Setting(ExperienceConfig(**options), K))
+def prioritised(name: str, given: Candidates, **options) -> Priority:
+    return rules.find("prioritise", name)(given, MethodOptions(ExperienceConfig(**options), K))
 
 
 def draw_questions(rng: np.random.Generator, count: np.ndarray, wanted: int, name: str, **options) -> np.ndarray:
     """Draw among the buffered questions, those with a count."""
     buffered = np.flatnonzero(count)
-    return buffered[draw(rng, len(buffered), wanted, prioritised(name, units(count=count[buffered]), **options))]
+    return buffered[draw(rng, len(buffered), wanted, prioritised(name, candidates(count=count[buffered]), **options))]
 
 
 def weights(name: str, values: np.ndarray, **options) -> np.ndarray:
     """The weight of each of some different counts, in order."""
-    log_weight, stratum = prioritised(name, units(count=values), **options)
+    log_weight, stratum = prioritised(name, candidates(count=values), **options)
     np.testing.assert_array_equal(stratum, np.arange(len(values)))
     return np.exp(log_weight)
 
@@ -78,7 +78,7 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     """From graded groups to planned questions: mixed groups show m of 7 and never 4 of 8."""
     shown = [(m, 7) for m in range(7)] + [(m, 8) for m in range(1, 8) if with_fresh_groups]
     shown = [pair for pair in shown for _ in range(30)]
-    replay = Replay(Setting(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
+    replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
     memory = replay.memory
     take_in(memory, make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]))
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
@@ -101,7 +101,7 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
 @pytest.mark.parametrize(("law", "sizes"), [("random", {1: 5, 32 / 7: 30, 7: 5}), ("gaussian", {24 / 7: 40})])
 def test_questions_without_weights_or_of_equal_count_are_equally_likely(law, sizes):
     count, rng = counts(sizes), np.random.default_rng(4)
-    assert (prioritised(law, units(count=count)).log_weight is None) == (law == "random")
+    assert (prioritised(law, candidates(count=count)).log_weight is None) == (law == "random")
     drawn = np.concatenate([draw_questions(rng, count, 10, law) for _ in range(2000)])
     times = np.bincount(drawn, minlength=len(count))[count > 0]
     # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
@@ -125,7 +125,7 @@ WEIGHTS = [5.0, 1.0, 0.25, 3.0]
 
 
 def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
-    """The exact probability of each order in which `wanted` units are drawn one after the other."""
+    """The exact probability of each order in which `wanted` candidates are drawn one after the other."""
     found = {}
     for order in itertools.permutations(range(len(weights)), wanted):
         left, chance = sum(weights), 1.0
@@ -138,10 +138,10 @@ def successive(weights, wanted: int) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize(("rounds", "block", "most"), [(8, 256, 9), (8, 3, 9), (8, 3, 1), (1, 2, 9), (0, 256, 9)])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
-def test_units_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
-    monkeypatch.setattr(candidates, "ROUNDS", rounds)
-    monkeypatch.setattr(candidates, "BLOCK", block)
-    monkeypatch.setattr(candidates, "MOST", most)
+def test_candidates_are_drawn_one_after_the_other_by_their_weights(monkeypatch, wanted, rounds, block, most):
+    monkeypatch.setattr("exgrpo.train.replay.candidates.ROUNDS", rounds)
+    monkeypatch.setattr("exgrpo.train.replay.candidates.BLOCK", block)
+    monkeypatch.setattr("exgrpo.train.replay.candidates.MOST", most)
     exact, rng, times = successive(WEIGHTS, wanted), np.random.default_rng(6), 5_000
     priority = Priority(np.log(WEIGHTS) + 700)
     observed = Counter(tuple(draw(rng, 4, wanted, priority).tolist()) for _ in range(times))
@@ -188,24 +188,24 @@ def test_any_weights_give_different_units_and_all_of_them_where_all_are_wanted(l
 def test_a_count_of_zero_comes_last(law):
     """Prompts may have it, questions with stored answers cannot."""
     count, rng = np.array([0.0, 3.0, 0.0, 5.0]), np.random.default_rng(0)
-    drawn = [draw(rng, 4, 3, prioritised(law, units(count=count))).tolist() for _ in range(300)]
+    drawn = [draw(rng, 4, 3, prioritised(law, candidates(count=count))).tolist() for _ in range(300)]
     assert all({1, 3} < set(one) for one in drawn)
     assert {one for of_draw in drawn for one in of_draw} == {0, 1, 2, 3}
-    assert set(draw(rng, 2, 1, prioritised(law, units(count=np.zeros(2)))).tolist()) <= {0, 1}
+    assert set(draw(rng, 2, 1, prioritised(law, candidates(count=np.zeros(2)))).tolist()) <= {0, 1}
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
 def test_the_newest_and_the_oldest_steps_are_exhausted_in_order(steps, data):
     wanted, rng = data.draw(st.integers(0, len(steps))), np.random.default_rng(data.draw(st.integers(0, 9)))
     for name, order in (("newest", sorted(steps, reverse=True)), ("oldest", sorted(steps))):
-        drawn = draw(rng, len(steps), wanted, prioritised(name, units(step=steps)))
+        drawn = draw(rng, len(steps), wanted, prioritised(name, candidates(step=steps)))
         assert sorted(steps[i] for i in drawn) == sorted(order[:wanted])
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=20), st.data())
 def test_the_prompts_nearest_to_one_half_are_drawn_first(counts, data):
     wanted, rng = data.draw(st.integers(0, len(counts))), np.random.default_rng(data.draw(st.integers(0, 9)))
-    drawn = draw(rng, len(counts), wanted, prioritised("middle", units(count=np.array(counts, float))))
+    drawn = draw(rng, len(counts), wanted, prioritised("middle", candidates(count=np.array(counts, float))))
     distances = sorted(abs(count - 4) for count in counts)
     assert sorted(abs(counts[i] - 4) for i in drawn) == distances[:wanted]
 
@@ -213,7 +213,7 @@ def test_the_prompts_nearest_to_one_half_are_drawn_first(counts, data):
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=9))
 def test_an_advantage_weighs_by_the_root_of_its_size(advantages):
     """(|A| + 1e-6)^(1/2): rollout-level replay, arXiv 2606.04560."""
-    log_weight, stratum = prioritised("advantage", units(advantage=advantages))
+    log_weight, stratum = prioritised("advantage", candidates(advantage=advantages))
     assert stratum is None
     np.testing.assert_allclose(np.exp(log_weight), [math.sqrt(abs(a) + 1e-6) for a in advantages], rtol=1e-12)
 
@@ -225,7 +225,7 @@ def test_an_advantage_weighs_by_the_root_of_its_size(advantages):
 def test_freshness_weighs_by_reward_and_age(rows, scale):
     """p = (|reward| + 1e-6) exp(-age / tau), drawn by p^0.6: FreshPER, arXiv 2604.16918, and its code."""
     reward, age = zip(*rows, strict=True)
-    given_units = units(now=600, reward=reward, step=[600 - one for one in age])
+    given_units = candidates(now=600, reward=reward, step=[600 - one for one in age])
     log_weight, stratum = prioritised("freshness", given_units, age_scale=scale)
     assert stratum is None
     logarithms = [0.6 * math.log(abs(r) + 1e-6) - 0.6 * a / scale for r, a in rows]
@@ -235,11 +235,11 @@ def test_freshness_weighs_by_reward_and_age(rows, scale):
 @pytest.mark.parametrize(("name", "column"), [("advantage", "advantage"), ("freshness", "reward")])
 def test_what_is_not_known_of_a_prompt_is_one_clear_error(name, column):
     with pytest.raises(ConfigError, match=rf"looks at '{column}', which is not known .*: there are question, count"):
-        prioritised(name, units(count=[1.0, 2.0]))
+        prioritised(name, candidates(count=[1.0, 2.0]))
 
 
 def test_units_can_be_taken_by_number_and_by_a_mask():
-    whole = units(step=[3, 5, 7], count=[1.0, 2.0, 3.0], successes=[1, 0, 2], answers=[4, 0, 8])
+    whole = candidates(step=[3, 5, 7], count=[1.0, 2.0, 3.0], successes=[1, 0, 2], answers=[4, 0, 8])
     np.testing.assert_array_equal(whole.accuracy, [0.25, 0, 0.25])
     for places in (np.array([2, 0]), np.array([True, False, True])):
         some = whole.take(places)

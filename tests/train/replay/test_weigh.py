@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from exgrpo.kernels import policy_loss
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import StepBatch
+from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.contract import PRESENT, Weighed, WeighOptions
+from exgrpo.train.replay.contract import PRESENT, Weighed
 from exgrpo.train.replay.replayed import Weigher
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.configs import configured
@@ -18,7 +20,7 @@ from tests.train.fakes import fake_score
 from tests.train.trainers import half, make, updated
 
 CLIP, BETA = (0.2, 0.28), 0.1
-OPTIONS = WeighOptions(success=1.0, second_moment=0.04, trigger=0.1, coefficient=0.3)
+OPTIONS = MethodOptions(objective=ObjectiveConfig(second_moment=0.04, trigger=0.1, coefficient=0.3))
 NAMES = rules.names("weigh")
 
 
@@ -49,7 +51,7 @@ def batch_of(answers: list[Answer]) -> StepBatch:
     )
 
 
-def weighed(name: str, of: list[Answer], options: WeighOptions = OPTIONS) -> list[Weighed]:
+def weighed(name: str, of: list[Answer], options: MethodOptions = OPTIONS) -> list[Weighed]:
     """The terms of each answer; without a factor, of ones."""
     batch = batch_of(of)
     terms = rules.find("weigh", name)(batch, options)
@@ -74,7 +76,7 @@ def answers(drift: float, seed: int = 0) -> list[Answer]:
 
 def our_gradients(name: str, of: list[Answer], current: list[np.ndarray]) -> list[np.ndarray]:
     """By which the loss ascends, for each answer, where the policy gives `current` log-probs."""
-    function = rules.find("weigh", name)
+    term = Needs.of(rules.find("weigh", name)).term
     found = []
     for terms, log_prob in zip(weighed(name, of), current, strict=True):
         theta = torch.tensor(log_prob, dtype=torch.float64, requires_grad=True)
@@ -82,9 +84,9 @@ def our_gradients(name: str, of: list[Answer], current: list[np.ndarray]) -> lis
             theta,
             torch.from_numpy(terms.reference).double(),
             torch.from_numpy(terms.advantage * terms.factor.astype(np.float64)),
-            replayed=None if function.term == "clipped" else torch.ones(len(log_prob), dtype=torch.bool),
+            replayed=None if term == "clipped" else torch.ones(len(log_prob), dtype=torch.bool),
             clip=CLIP,
-            beta=BETA if function.term == "shaped" else None,
+            beta=BETA if term == "shaped" else None,
             normalizer=1,
         )
         found.append(-torch.autograd.grad(result.loss, theta)[0].numpy())
@@ -115,7 +117,7 @@ def veto_mask(one: Answer) -> list[float]:
     mask, left = [], False
     for log_ratio in (one.present - one.log_prob).tolist():
         mask.append(0.0 if left else 1.0)
-        left = left or (one.advantage < 0 and math.exp(log_ratio) < OPTIONS.trigger)
+        left = left or (one.advantage < 0 and math.exp(log_ratio) < OPTIONS.objective.trigger)
     return mask
 
 
@@ -136,8 +138,8 @@ def paper_terms(name: str, one: Answer, theta: torch.Tensor, mask: np.ndarray | 
         "as_fresh": lambda: clipped(r, a),
         "uncorrected": lambda: r / (r + BETA) * a,
         "decoupled": lambda: (present - past).exp() * clipped(r, a),
-        "likelihood": lambda: OPTIONS.coefficient * theta if one.reward >= 1 else 0 * theta,
-        "jensen_shannon": lambda: -OPTIONS.coefficient * divergence(theta - past),
+        "likelihood": lambda: OPTIONS.objective.coefficient * theta if one.reward >= 1 else 0 * theta,
+        "jensen_shannon": lambda: -OPTIONS.objective.coefficient * divergence(theta - past),
         "second_moment": lambda: torch.from_numpy(mask) * w * a,
         "veto": lambda: torch.tensor(veto_mask(one)).double() * clipped(w, a),
     }
@@ -146,7 +148,7 @@ def paper_terms(name: str, one: Answer, theta: torch.Tensor, mask: np.ndarray | 
 
 def objectives(name: str, of: list[Answer], thetas: list[torch.Tensor]) -> torch.Tensor:
     """The sum of each paper's terms, to be maximised."""
-    masks = second_moment_masks(of, OPTIONS.second_moment) if name == "second_moment" else [None] * len(of)
+    masks = second_moment_masks(of, OPTIONS.objective.second_moment) if name == "second_moment" else [None] * len(of)
     terms = [paper_terms(name, *of_one).sum() for of_one in zip(of, thetas, masks, strict=True)]
     return torch.stack(terms).sum()
 
@@ -186,7 +188,7 @@ def test_the_extremes_of_the_divergences_pull():
     (one,) = weighed("jensen_shannon", [answer(np.zeros(5), np.log(u), 1.0)])
     np.testing.assert_allclose(one.factor[:4], [0, 0.232, 0, -0.575], atol=1e-3)
     assert np.isfinite(one.factor).all()
-    assert one.advantage == OPTIONS.coefficient
+    assert one.advantage == OPTIONS.objective.coefficient
 
 
 def test_far_ratios_of_the_past_stay_finite():
@@ -209,12 +211,12 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
     trainer.policy.terms.clear()
     version = trainer.policy.version
     batch = trainer.step(2).batch
-    function = rules.find("weigh", name)
-    present = getattr(function, "present", None)
+    declared = Needs.of(rules.find("weigh", name))
+    present = declared.present
     passes = [of for of, _ in trainer.policy.scored if of.replayed.any()]
     needed = present == "values" or (present == "reference" and minibatches > 1)
     assert [len(of) for of in passes] == ([3] if needed else [])
-    assert set(trainer.policy.terms) == {function.term}
+    assert set(trainer.policy.terms) == {declared.term}
     rows = [row for row in updated(trainer) if row.replayed]
     replayed = [row for row in rows_of(batch) if row.replayed]
     assert {row.token.tobytes() for row in rows} == {row.token.tobytes() for row in replayed}

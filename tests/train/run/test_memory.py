@@ -12,10 +12,10 @@ from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.chunks import chunking
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.objective import ObjectiveConfig
+from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.policy import LoraConfig
 from exgrpo.train.policy.layout import Padded
-from exgrpo.train.policy.loss import LossSettings, LossTerms
+from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
@@ -65,7 +65,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     small_chunks(VOCABULARY)
     batch = micro_batch(length=200, prompt=4)
     with PeakMemory() as measured:
-        wrapped(batch, LossTerms(LossSettings(ObjectiveConfig()), 400.0, bounded=False)).loss.backward()
+        wrapped(batch, LossTerms(MethodOptions(), 400.0, bounded=False)).loss.backward()
     gradients = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     config = recipe(
         policy={"dtype": dtype, "gradient_checkpointing": checkpointing},

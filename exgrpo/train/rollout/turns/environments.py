@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.errors import ConfigError, RolloutError, shown
+from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.rollout import ENVIRONMENTS, EnvironmentConfig
 from exgrpo.train.data.questions import Question
@@ -67,7 +68,7 @@ def find_environment(options: EnvironmentConfig) -> Environment | None:
     name = options.function
     function = ENVIRONMENTS.find(name)
     columns = columns_of(function, f"environment {name!r}", "(question, gold)", ConfigError)
-    stop = options.stop if options.stop is not None else tuple(getattr(function, "stop", ()))
+    stop = options.stop if options.stop is not None else Needs.of(function).stop
     return Environment(name, function, columns, stop)
 
 

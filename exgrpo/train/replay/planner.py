@@ -1,11 +1,12 @@
-"""What a function `compose` of `exgrpo.train.replay.compose` works with: fresh questions, and stored answers.
+"""Planning of a batch: fresh questions, stored answers, and draws of both.
 
-`compose(supply) -> planned groups` is called before anything is generated. A function that decides what is trained on
-after the answers are graded says so by `needs(settle=function)`: `settle(batch, supply)` gets the graded groups of the
-step, after the memory has taken them in, and gives numbers of groups, or planned groups of stored answers alone. If
-these are of one answer each, it says `needs(alone=True)`, for such a group has no advantage of its own. If they take
-the places of graded groups, it says `needs(fills=True)`: further questions (`rollout.refills`) would be asked for the
-same places. If `settle` reads the scores of fresh rows, it says `needs(scores=True)`.
+`compose(planner) -> planned groups` is called before anything is generated. With `needs(settle=function)`,
+`settle(batch, planner)` gets the graded groups of the step after the memory has stored them, and returns numbers of
+groups to train on, and planned groups of stored answers alone. Further declarations of `compose`: `alone` if these are
+of one answer each, since such a group has no advantage of its own; `fills` if they take the places of graded groups,
+for which `rollout.refills` would ask further questions; `in_place` if planned stored answers take the places of fresh
+ones; `keeps_groups` if all planned groups have K answers and are trained on. `settle` declares `scores` if it reads the
+scores of fresh rows.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Ints
-from exgrpo.train.config.replay import Setting
-from exgrpo.train.replay.candidates import Priority, Units, draw
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.replay.candidates import Candidates, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.table import Table
@@ -29,11 +30,11 @@ Kind = Literal["buffered", "prompts", "stored"]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources of questions, and how often each is drawn from.
+    """Sources of questions and their weights.
 
     Attributes:
         sizes: [S] questions of each source, at least one; the indices of one source follow those of the one before.
-        weights: [S] positive numbers: the shares of the sources among the fresh questions, while all have some left.
+        weights: [S] positive shares of the sources among the fresh questions, while all have some left.
     """
 
     sizes: tuple[int, ...]
@@ -47,13 +48,13 @@ class FreshQuestions:
     weight among those that have a question left. Without one, all questions are one source.
 
     Args:
-        questions: N; they are known by index 0..N-1.
+        questions: N; their indices are 0..N-1.
         rng: draws the orders and the sources.
         mixture: of sources; None: there is one.
 
     Attributes:
         order: [N] the questions of each source in their random order, one source after the other.
-        position: [S] how many of its order each source has given in its present epoch.
+        position: [S] number of questions drawn from each source in its present epoch.
     """
 
     def __init__(self, questions: int, rng: np.random.Generator, mixture: Mixture | None = None) -> None:
@@ -69,7 +70,7 @@ class FreshQuestions:
         return self._starts[source] + self.rng.permutation(int(self._ends[source] - self._starts[source]))
 
     def draw(self, count: int, excluded: npt.NDArray[np.bool_]) -> Ints:
-        """The next `count` distinct questions that are not excluded; fewer where no more exist."""
+        """Draw the next `count` distinct questions that are not excluded, or fewer if no more exist."""
         left = np.add.reduceat(~excluded, self._starts, dtype=np.int64)
         drawn: list[int] = []
         taken = excluded.copy()
@@ -102,104 +103,104 @@ class FreshQuestions:
 
 
 @dataclass(frozen=True, eq=False)
-class Supply:
-    """What the batch of a step can be made of.
+class BatchPlanner:
+    """Everything `compose` may draw on to plan a step.
 
     Attributes:
-        step: that is planned.
+        step: the step to plan.
         batch: B, questions of a step.
         ratio: rho; 0 before replay has begun.
-        setting: K and the options.
-        memory: what is stored.
+        options: of the method, and K.
+        memory: the experience.
         pool: the fresh questions.
-        prioritise: gives the weights of units.
-        rng: of all draws but those of fresh questions.
+        prioritise: returns the sampling weights of candidates.
+        rng: generator of all draws except those of fresh questions.
     """
 
     step: int
     batch: int
     ratio: float
-    setting: Setting
+    options: MethodOptions
     memory: ExperienceMemory
     pool: FreshQuestions
-    prioritise: Callable[[Units, Setting], Priority]
+    prioritise: Callable[[Candidates, MethodOptions], Priority]
     rng: np.random.Generator
 
     @property
     def samples(self) -> int:
         """K, answers per question."""
-        return self.setting.samples
+        return self.options.samples
 
     def share(self, of: int) -> int:
         """floor(rho of)."""
         # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
         return math.floor(self.ratio * of + 1e-9)
 
-    def units(self, kind: Kind) -> Units:
-        """Questions with stored answers, prompts that were asked already, or all stored answers."""
+    def candidates(self, kind: Kind) -> Candidates:
+        """Return questions with stored answers, prompts that were asked, or all stored answers."""
         return getattr(self.memory, kind)(self.step)
 
     def draw(self, kind: Kind, wanted: int) -> Ints:
-        """At most `wanted` different units by their weights: indices of questions, or rows of stored answers."""
-        units = self.units(kind)
-        return self.draw_from(units, wanted, self.memory.table.rows() if kind == "stored" else units.question)
+        """Draw at most `wanted` candidates by their weights: indices of questions, or rows of stored answers."""
+        candidates = self.candidates(kind)
+        return self.draw_from(candidates, wanted, self.memory.table.rows() if kind == "stored" else candidates.question)
 
-    def draw_from(self, units: Units, wanted: int, names: Ints) -> Ints:
-        """At most `wanted` of some units by their weights, by their names [len(units)]."""
+    def draw_from(self, candidates: Candidates, wanted: int, names: Ints) -> Ints:
+        """Draw at most `wanted` of the candidates by their weights; return their `names` [len(candidates)]."""
         wanted = min(wanted, len(names))
         if wanted == 0:
             return np.empty(0, np.int64)
-        return names[draw(self.rng, len(names), wanted, self.prioritise(units, self.setting))]
+        return names[draw(self.rng, len(names), wanted, self.prioritise(candidates, self.options))]
 
-    def earlier(self) -> tuple[Units, Ints]:
-        """The stored answers of earlier steps, and their rows."""
+    def earlier(self) -> tuple[Candidates, Ints]:
+        """Return the stored answers of earlier steps, and their rows."""
         table = self.memory.table
         before = table.column("step") < self.step
         count = int(np.count_nonzero(before))
-        # They were stored first, as a rule: then there is nothing to gather.
+        # They were usually stored first: then a slice avoids a copy.
         places = slice(count) if before[:count].all() else np.flatnonzero(before)
-        return self.units("stored").take(places), table.rows()[places]
+        return self.candidates("stored").take(places), table.rows()[places]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
-        """Groups of K answers to the next questions, at most `wanted`, that have not left and are not `without`."""
+        """Plan groups of K answers to at most `wanted` fresh questions that are not retired and not in `without`."""
         excluded = self.memory.retired.copy()
         excluded[np.asarray(without, np.int64)] = True
         return [PlannedGroup(question, self.samples) for question in self.pool.draw(wanted, excluded).tolist()]
 
     def alone(self, rows: Ints) -> list[PlannedGroup]:
-        """A group for each of some stored answers."""
+        """Plan a group for each of the stored answers."""
         questions = self.memory.table.values("question", rows)
         return [PlannedGroup(q, 0, rows=(row,)) for q, row in zip(questions.tolist(), rows.tolist(), strict=True)]
 
 
-def with_stored(supply: Supply, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
-    """Fresh groups, of which the first floor(rho B) are joined by at most so many stored answers, which come last."""
-    held = supply.memory.table.held
-    joined = [min(most, int(held[group.question])) for group in groups[: supply.share(supply.batch)]]
+def with_stored(planner: BatchPlanner, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
+    """Let at most `most` stored answers join each of the first floor(rho B) fresh groups, which come last then."""
+    held = planner.memory.table.held
+    joined = [min(most, int(held[group.question])) for group in groups[: planner.share(planner.batch)]]
     first = [dataclasses.replace(group, choose=several) for group, several in zip(groups, joined, strict=False)]
     return sorted([*first, *groups[len(first) :]], key=lambda group: group.choose > 0)
 
 
-def draw_groups(supply: Supply, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
-    """At most `wanted` whole groups of earlier steps, to questions that are not `without`.
+def draw_groups(planner: BatchPlanner, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
+    """Draw at most `wanted` whole groups of earlier steps, to questions that are not in `without`.
 
     The weight of a group is that of its first answer. Two groups to one question may be drawn.
     """
-    table = supply.memory.table
+    table = planner.memory.table
     question, step = table.column("question"), table.column("step")
     first = first_of_groups(table)
-    first = first[(step[first] < supply.step) & ~np.isin(question[first], without)]
-    return groups_at(table, supply.draw_from(supply.units("stored").take(first), wanted, first))
+    first = first[(step[first] < planner.step) & ~np.isin(question[first], without)]
+    return groups_at(table, planner.draw_from(planner.candidates("stored").take(first), wanted, first))
 
 
 def first_of_groups(table: Table) -> Ints:
-    """Where a group begins among the rows: what follows each other, to one question of one step, is one."""
+    """Return the places of the first rows of groups: neighbours with the same question and step are one group."""
     question, step = table.column("question"), table.column("step")
     return np.flatnonzero(np.append(True, (question[1:] != question[:-1]) | (step[1:] != step[:-1]))[: len(question)])
 
 
 def groups_at(table: Table, places: Ints) -> list[PlannedGroup]:
-    """The whole stored groups, as they were written, that some places among the rows belong to."""
+    """Return the whole stored groups that contain the rows at these places."""
     rows, question, first = table.rows(), table.column("question"), first_of_groups(table)
     numbers = dict.fromkeys((np.searchsorted(first, places, side="right") - 1).tolist())
     ends = np.append(first[1:], len(rows))
