@@ -1,7 +1,7 @@
 """Definition of a success for training, evaluation and the TRL trainer, and a check that rewards fit it."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
@@ -67,9 +67,9 @@ class RewardWatch:
 
     def state(self) -> dict[str, int | float | bool]:
         """Return the state for `restore`."""
-        return {name: value for name, value in asdict(self).items() if name in ("answers", "lowest", "highest", "said")}
+        return {name: getattr(self, name) for name in ("answers", "lowest", "highest", "warned")}
 
     def restore(self, state: dict[str, int | float | bool]) -> None:
         """Continue from the state of another watch."""
         for name, value in state.items():
-            setattr(self, name, value)
+            setattr(self, "warned" if name == "said" else name, value)  # checkpoints of 0.1.0 have "said"

@@ -7,7 +7,7 @@ from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.export import export
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.common.columns import COLUMNS, Column
-from exgrpo.train.replay import ExperienceConfig, Replay, ReplayState, Setting
+from exgrpo.train.replay import ExperienceConfig, Replay, ReplayState, MethodOptions
 from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import make_run, some
 from tests.tools.experience.test_start import begin, trace, write
@@ -23,7 +23,7 @@ def declared(monkeypatch):
 
 def replay_of(questions: int) -> Replay:
     config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", ratio=1.0, admit="all", expire=())
-    return Replay(Setting(config, 4), questions, seed=1)
+    return Replay(MethodOptions(config, 4), questions, seed=1)
 
 
 def step_of(question: int, step: int):
