@@ -327,7 +327,7 @@ def test_groups_of_stored_answers_have_no_group_to_count_in_unless_it_is_their_o
 @pytest.mark.parametrize("compose", rules.names("compose"))
 def test_a_composition_plans_what_it_declares(compose):
     options = {"compose": compose, "advantage": "stored", "cooldown": 1, "lag": 1, "band": (0.0, 1.0)}
-    trainer = make({**half(30), **dict.fromkeys(range(30, 40), 0.0)}, experience=options)
+    trainer = make({**half(12), **dict.fromkeys(range(12, 16), 0.0)}, experience=options)
     mixed, whole = False, True
     for step in range(1, 7):
         batch = trainer.step(step).batch
