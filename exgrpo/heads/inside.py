@@ -68,7 +68,7 @@ def close_head(head: nn.Module) -> None:
 
 
 def is_open(head: nn.Module) -> bool:
-    """Whether :func:`open_head` has prepared the head."""
+    """True if :func:`open_head` has prepared the head."""
     return _KEY in vars(head)
 
 

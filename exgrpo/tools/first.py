@@ -52,7 +52,7 @@ def last_words(log: Path) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the runs: its configuration, and the arguments of the training program."""
+    """A run: its configuration, and the arguments of the training program."""
 
     config: Config
     arguments: Sequence[str]
