@@ -60,7 +60,7 @@ def linear_log_prob(
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
         memory: bytes that the call, and its backward, may allocate beside their inputs, their results and the
             gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: 1 GiB by
-            ``"triton"`` and ``"cuda"``, or what the launch table says (:mod:`exgrpo.kernels.tune`); by the others
+            ``"triton"`` and ``"cuda"``, or a 16th of its memory if that is less; by the others
             logits of 128 MiB on a CPU and of 1 GiB on a GPU, and what is beside them.
             ``backend="reference"`` holds all logits, whatever is said here.
         counts: how many targets are not left out, and how many of them have a gradient at most (where it is not known:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, sequence_entropy
 from tests.gloo import on_ranks
 
-from .conftest import backends_of, set_chunk_bytes
+from .conftest import backends_of, set_chunk_bytes, set_plan_fields
 from .support import INTERPRETING, long_interpreted, make_case, make_tokens
 
 FOUR = [[30, 0, 51, 20], [25, 25, 25, 26]]
@@ -92,6 +92,10 @@ def same_on_all_ranks(values, group):
 def run_rank(rank, dtypes):
     """The four ranks are one group, and two groups beside each other, each with splits of its own."""
     set_chunk_bytes(pytest.MonkeyPatch(), 7 * 101 * 4)
+    if INTERPRETING:
+        from exgrpo.kernels.triton_chunks.launch import Tile
+
+        set_plan_fields(pytest.MonkeyPatch(), fused=torch.bfloat16 in dtypes, tile=Tile(32, 32, 32, 4, 2))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for backend, options, dtype in product(backends_of("cpu"), OPTIONS, dtypes):
         for sizes in FOUR:
@@ -103,9 +107,6 @@ def run_rank(rank, dtypes):
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16,), long_interpreted((torch.float64, torch.float32))], ids=["bf16", "wide"]
 )
-def test_split_vocabulary(dtypes, tmp_path, request):
-    if INTERPRETING:
-        tile = "tile = { rows = 32, columns = 32, depth = 32, warps = 4, stages = 2 }"
-        request.getfixturevalue("launch_table")(f'[cpu.bfloat16]\nlogits = "fused"\n{tile}\n')
+def test_split_vocabulary(dtypes, tmp_path):
     (tmp_path / "ranks").mkdir()
     on_ranks(run_rank, 4, tmp_path / "ranks", dtypes)

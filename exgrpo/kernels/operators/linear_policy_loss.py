@@ -25,7 +25,6 @@ from exgrpo.kernels.operators.schema import (
     terms_of,
     without_autocast,
 )
-from exgrpo.kernels.trials import PolicyLossTrial, ScaleTrial
 
 SCHEMA = Schema(
     f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
@@ -67,7 +66,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _results(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> tuple[Tensor, ...]:
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
+        taken = dispatch.take_for_head(given["backend"], "linear_policy_loss", head)
         results = walks.policy_loss_forward(head, terms, needed, taken, weight_grad)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
@@ -121,8 +120,8 @@ def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend
     # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
     real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-        trial = ScaleTrial(gradient.device, gradient.dtype)
-        dispatch.take(backend, trial, gradient.numel()).scale(gradient, factor)
+        kind = dispatch.Kind("the backward of linear_policy_loss", gradient.device, gradient.dtype, gradient.numel())
+        dispatch.take(backend, kind).scale(gradient, factor)
         return gradient
     return scale_gradient(gradient, factor, dtype)
 

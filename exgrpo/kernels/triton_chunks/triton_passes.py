@@ -27,7 +27,7 @@ ALIGNED = 16
 
 
 def plan_of(head: ChunkedHead) -> Plan:
-    """What the launch table has for a head, the fused product only where it can be."""
+    """Return the launch plan of a head, fused only where the product can be."""
     weight, operand = head.products.weight, head.options.operand
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
