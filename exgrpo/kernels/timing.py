@@ -49,7 +49,7 @@ CHUNK_BYTES = 64 << 20
 
 
 class Shape(NamedTuple):
-    """Of a head and its tokens."""
+    """Shape of a head and its tokens."""
 
     tokens: int
     width: int
@@ -185,7 +185,7 @@ def paired_spread(numerator: Sequence[float], denominator: Sequence[float]) -> t
 
 
 def wait(device: torch.device) -> None:
-    """Until everything asked of the device is done."""
+    """Wait until all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

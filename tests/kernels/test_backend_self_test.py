@@ -79,6 +79,11 @@ def ratio_of(bad):
     return change
 
 
+def values_of(bad):
+    """Changes the gradient that a pass returns."""
+    return lambda gradient: gradient._replace(values=bad(gradient.values))
+
+
 def one_entry(values, entry):
     values = values.clone()
     values.view(-1)[values.numel() // 2] = entry
@@ -99,8 +104,8 @@ def scaled_wrongly(bad):
 
 PLACES = {
     "log_prob": lambda bad: passes_with(finished=log_prob_of(bad)),
-    "gradient": lambda bad: passes_with(gradient=bad),
-    "gradient over sets": lambda bad: passes_with(KeptPasses, "kept_passes_of", gradient=bad),
+    "gradient": lambda bad: passes_with(chunk_gradient=values_of(bad)),
+    "gradient over sets": lambda bad: passes_with(KeptPasses, "kept_passes_of", chunk_gradient=values_of(bad)),
     "ratio": lambda bad: passes_with(policy=ratio_of(bad)),
     "tokens": lambda bad: {
         "token_objective": lambda *a: (found := TORCH.token_objective(*a))._replace(coefficient=bad(found.coefficient))
@@ -147,7 +152,7 @@ def test_a_result_of_another_shape_is_wrong(monkeypatch):
 
 
 def test_a_backend_that_was_named_is_an_error(monkeypatch, capfd):
-    install(monkeypatch, **passes_with(gradient=DEFECTS["much"]))
+    install(monkeypatch, **passes_with(chunk_gradient=values_of(DEFECTS["much"])))
     expected = r"backend='cpu': it failed its self-test in torch.float32 on cpu: .*; expected auto or torch, or EXGRPO"
     monkeypatch.setenv("EXGRPO_BACKEND", "cpu")
     for _ in range(2):
@@ -313,7 +318,7 @@ def test_what_one_process_passes_over_another_one_leaves_out(monkeypatch, capfd)
         assert dispatch.passed_over("auto", CPU, torch.float32) == {}
     with monkeypatch.context() as other_process:
         self_test._VERDICTS.clear()
-        install(other_process, **passes_with(gradient=DEFECTS["much"]))
+        install(other_process, **passes_with(chunk_gradient=values_of(DEFECTS["much"])))
         passed_over = dispatch.passed_over("auto", CPU, torch.float32)
         with pytest.raises(RuntimeError, match="backend='cpu': it failed its self-test"):
             dispatch.passed_over("cpu", CPU, torch.float32)

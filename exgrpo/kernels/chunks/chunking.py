@@ -1,4 +1,4 @@
-"""How many tokens are worked on at once."""
+"""Tokens per chunk, and rows per scratch block."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -81,14 +81,14 @@ class Upstream(NamedTuple):
         return Upstream(self.log_prob * unit, None if self.entropy is None else self.entropy * unit)
 
     def beyond(self, softcap: float | None) -> "Upstream | None":
-        """What a pass over the vocabulary needs of it, h given; None where no such pass is needed."""
+        """Return c and h for a pass over the vocabulary; None where no such pass is needed."""
         if self.entropy is None and softcap is None:
             return None
         return Upstream(self.log_prob, torch.zeros_like(self.log_prob) if self.entropy is None else self.entropy)
 
 
 class Factors(NamedTuple):
-    """How a row's gradient is split: with respect to the raw products it is r * F, F over the vocabulary.
+    """Factors of a row's gradient with respect to the raw products: r * F, F over the vocabulary.
 
     With the upstream gradients c and h the gradient is -(c + h (d_v - U)) p_v / tau off the target and
     (c S / Z - h (d_y - U) p_y) / tau at the target, times the slope of the cap. Without entropy and cap, F is exp(d)
@@ -103,13 +103,13 @@ class Factors(NamedTuple):
     """None: F is exp(d) off the target."""
 
     def select(self, rows: Tensor | slice) -> "Factors":
-        """Those of some of the rows."""
+        """Return some of the rows."""
         upstream = None if self.upstream is None else self.upstream.select(rows)
         return Factors(self.scale[rows], self.at_target[rows], upstream)
 
 
 class RowTerms(NamedTuple):
-    """What makes a loss of the rows of a call, the same for all rows."""
+    """Terms of the loss that are the same for all rows."""
 
     surrogate: Surrogate
     entropy_coef: float
@@ -121,7 +121,7 @@ class RowTerms(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether F is exp(d) off the target, so that r has c in it: see `Factors`."""
+        """True if F is exp(d) off the target, so that r has c in it: see `Factors`."""
         return not self.entropy_coef and self.softcap is None
 
     def entropy_upstream(self, like: Tensor) -> Tensor | None:
@@ -130,7 +130,7 @@ class RowTerms(NamedTuple):
 
 
 class PolicyRows(NamedTuple):
-    """What the objective makes of a chunk's rows, all [rows]."""
+    """Objective of a chunk's rows, and its gradient, all [rows]."""
 
     value: Tensor
     """Of the objective, to be maximised."""

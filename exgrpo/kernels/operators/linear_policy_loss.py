@@ -47,7 +47,7 @@ def linear_policy_loss(
     enabled = torch.is_grad_enabled()
     needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
     numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
-    # Nobody keeps the gradients: the backward may use their memory.
+    # These gradients are private: the backward may scale them in place.
     arguments = (*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
     if weight_grad is None or not needed[1]:
         loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
@@ -78,10 +78,8 @@ def _results(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> tup
 
 
 def _held_dtype(tensor: Tensor) -> torch.dtype:
-    """Of a gradient between forward and backward: where it is scaled in place then, that of the tensor.
-
-    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them.
-    """
+    # Where a gradient is scaled in place, that of the tensor. Not float16, which has no range for the gradients of a
+    # token mean before a scaler has multiplied them.
     return tensor.dtype if tensor.dtype == torch.bfloat16 else compute_dtype(tensor.dtype)
 
 
@@ -116,7 +114,7 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
+    """Scale a gradient in its own memory, unless another backward of the graph will need it."""
     # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
     real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -151,8 +149,6 @@ forward.register_autograd(_backward, setup_context=_save)
 
 
 class _Differentiated(torch.autograd.Function):
-    """The loss whose gradient of the weight has been added where it belongs, and whose others are known."""
-
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor | None) -> Tensor:
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in others[:3]]
