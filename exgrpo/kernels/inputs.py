@@ -1,8 +1,9 @@
 """Checked inputs, as the backends receive them, and what the public functions return."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,18 @@ IGNORED = -100
 LEFT_OUT = -1
 """Target of such a token inside the backends."""
 
+Fields = TypeVar("Fields", bound=tuple[Any, ...])
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, statistics, sums and results for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def mapped(values: Fields, function: Callable[[Tensor], Tensor]) -> Fields:
+    """Return a structure of tensors with a function of each; what is None stays so."""
+    make: Any = type(values)
+    return make(*(None if x is None else function(x) if isinstance(x, Tensor) else mapped(x, function) for x in values))
 
 
 @dataclass(frozen=True)
@@ -157,11 +166,6 @@ class PolicyTokens(NamedTuple):
     advantage: Tensor
     replayed: Tensor | None
     """bool; None: no token is replayed."""
-
-    def select(self, rows: slice) -> "PolicyTokens":
-        """Some of the tokens."""
-        replayed = None if self.replayed is None else self.replayed[rows]
-        return PolicyTokens(self.old_log_prob[rows], self.advantage[rows], replayed)
 
 
 class Surrogate(NamedTuple):

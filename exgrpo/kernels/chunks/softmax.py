@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import LogProb, PolicyTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, Surrogate, mapped
 from exgrpo.kernels.objective import policy_objective
 
 UNDERFLOWN = -1e4
@@ -53,10 +53,6 @@ class Statistics(NamedTuple):
         """Z - 1."""
         return self.rest + torch.expm1(self.gap)
 
-    def select(self, rows: Tensor | slice) -> "Statistics":
-        """The statistics of some of the rows."""
-        return Statistics(*(value[rows] for value in self))
-
 
 class Upstream(NamedTuple):
     """Gradient of the loss with respect to each row's log-probability (c) and entropy (h; None: zero), [rows]."""
@@ -70,15 +66,9 @@ class Upstream(NamedTuple):
         active = self.log_prob != 0
         return active if self.entropy is None else active | (self.entropy != 0)
 
-    def select(self, rows: Tensor | slice) -> "Upstream":
-        """The gradient of some of the rows."""
-        return Upstream(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
-
     def times(self, unit: Tensor | None) -> "Upstream":
-        """The gradient of a multiple of the loss; None: of the loss itself."""
-        if unit is None:
-            return self
-        return Upstream(self.log_prob * unit, None if self.entropy is None else self.entropy * unit)
+        """Return the gradient of a multiple of the loss; None: of the loss itself."""
+        return self if unit is None else mapped(self, lambda one: one * unit)
 
     def beyond(self, softcap: float | None) -> "Upstream | None":
         """Return c and h for a pass over the vocabulary; None where no such pass is needed."""
@@ -101,11 +91,6 @@ class Factors(NamedTuple):
     """F at the target but for the slope of the cap, [rows]."""
     upstream: Upstream | None
     """None: F is exp(d) off the target."""
-
-    def select(self, rows: Tensor | slice) -> "Factors":
-        """Return some of the rows."""
-        upstream = None if self.upstream is None else self.upstream.select(rows)
-        return Factors(self.scale[rows], self.at_target[rows], upstream)
 
 
 class RowTerms(NamedTuple):

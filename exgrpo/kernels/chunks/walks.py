@@ -17,7 +17,17 @@ from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, compact
 from exgrpo.kernels.chunks.passes import Backend, Held, Passes, PassesOf
 from exgrpo.kernels.chunks.products import unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
-from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
+from exgrpo.kernels.inputs import (
+    LEFT_OUT,
+    Fields,
+    Gradients,
+    Head,
+    LogProb,
+    Needed,
+    PolicyTerms,
+    PolicyTokens,
+    mapped,
+)
 from exgrpo.kernels.objective import sum_rows
 
 
@@ -91,7 +101,7 @@ def log_prob_backward(
     """
     given = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
     parts = parts_of(head, backend, given.active)
-    own_upstreams = [_of_walk(part.walk, given) for part in parts]
+    own_upstreams = [_in_order(part.walk, given) for part in parts]
     unit = unit_of(head, *(values for upstream in own_upstreams for values in upstream))
     sums = GradientSums(head, needed, unit, weight_grad)
     for (walk, passes_of), upstream in zip(parts, own_upstreams, strict=True):
@@ -102,7 +112,7 @@ def log_prob_backward(
         most = passes.chunk_rows(gradient_follows=True)
         sums.enter(walk, passes.written_once, once=len(parts) == 1 and walk.active <= most)
         for chunk in walk.chunks(0, walk.active, most, passes.tile):
-            own, own_factors = statistics.select(chunk.rows), factors.select(chunk.rows)
+            own, own_factors = _some(statistics, chunk.rows), _some(factors, chunk.rows)
             gradient = passes.chunk_gradient(chunk, None, own, own_factors)
             sums.add(chunk, chunk.rows, gradient, own_factors.scale)
     return sums.finish()
@@ -148,7 +158,7 @@ def _policy_results(
             sums, held = passes.chunk_forward(
                 chunk, gradient_follows=with_gradient, with_entropy=bool(terms.entropy_coef)
             )
-            rows = passes.policy(sums, chunk, held, tokens.select(chunk.rows), terms, results[:, chunk.rows])
+            rows = passes.policy(sums, chunk, held, _some(tokens, chunk.rows), terms, results[:, chunk.rows])
             if with_gradient:
                 upstream = Upstream(rows.coefficient, terms.entropy_upstream(rows.coefficient))
                 statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)
@@ -161,18 +171,18 @@ def _together(found: Sequence[Tensor]) -> Tensor:
     return sum(found[1:], found[0])
 
 
-def _of_walk(walk: ChunkedHead, upstream: Upstream) -> Upstream:
-    log_prob, entropy = upstream
-    entropy = None if entropy is None else walk.of_tokens(entropy).to(walk.dtype)
-    return Upstream(walk.of_tokens(log_prob).to(walk.dtype), entropy)
+def _some(values: Fields, rows: slice | Tensor) -> Fields:
+    return mapped(values, lambda one: one[rows])
 
 
-def _in_order(walk: ChunkedHead, tokens: PolicyTokens) -> PolicyTokens:
-    return PolicyTokens(
-        walk.of_tokens(tokens.old_log_prob).to(walk.dtype),
-        walk.of_tokens(tokens.advantage).to(walk.dtype),
-        None if tokens.replayed is None else walk.of_tokens(tokens.replayed),
-    )
+def _in_order(walk: ChunkedHead, values: Fields) -> Fields:
+    """Return per-token values [T] in the order of a walk, numbers in its dtype."""
+
+    def ordered(one: Tensor) -> Tensor:
+        one = walk.of_tokens(one)
+        return one if one.dtype == torch.bool else one.to(walk.dtype)
+
+    return mapped(values, ordered)
 
 
 def _add_gradients(
@@ -192,6 +202,6 @@ def _add_gradients(
             return
         kept = packing(kept)
         where = kept + chunk.rows.start
-        chunk, statistics, factors = chunk.select(kept), statistics.select(kept), factors.select(kept)
+        chunk, statistics, factors = chunk.select(kept), _some(statistics, kept), _some(factors, kept)
         held = compact(held, kept, passes.block)
     gradients.add(chunk, where, passes.chunk_gradient(chunk, held, statistics, factors), factors.scale)
