@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
-from exgrpo.kernels.chunks.products import Products
+from exgrpo.kernels.chunks.products import LogitGradient, Products
 from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed, compute_dtype
-
-if TYPE_CHECKING:
-    from exgrpo.kernels.chunks.passes import LogitGradient
 
 
 class Targets(NamedTuple):
@@ -144,7 +141,7 @@ class GradientSums:
             weight = head.head.weight
             self.weight = weight.new_empty(weight.shape, dtype=written_once if once else head.dtype)
 
-    def add(self, chunk: Chunk, rows: Tensor | slice, gradient: "LogitGradient", scale: Tensor) -> None:
+    def add(self, chunk: Chunk, rows: Tensor | slice, gradient: LogitGradient, scale: Tensor) -> None:
         """Add the gradients of a chunk whose raw products have gradient scale[:, None] * F [rows, V].
 
         ``rows`` are the places of its tokens in the walk.

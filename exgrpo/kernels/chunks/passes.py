@@ -7,25 +7,13 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.products import LogitGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
 
 Held = Any
 """Numbers of a chunk between `chunk_forward` and `chunk_gradient`, of the backend's own type."""
-
-
-class LogitGradient(Protocol):
-    """The gradient F of a chunk's raw products but for a factor of each row, and its products."""
-
-    def hidden_gradient(self) -> Tensor:
-        """Return F @ weight [rows, D]."""
-
-    def add_weight_gradient(self, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool) -> None:
-        """Add F.T @ (factor * hidden) to ``total`` [V, D], or write it there; see `Products.add_weight_gradient`."""
-
-    def add_bias_gradient(self, factor: Tensor, total: Tensor) -> None:
-        """Add F.T @ factor to ``total`` [V]."""
 
 
 class Passes(Protocol):

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -194,8 +194,21 @@ class Products:
             yield start, end, self.weight[start:end].to(self.operand).to(dtype)
 
 
+class LogitGradient(Protocol):
+    """The gradient F of a chunk's raw products but for a factor of each row, and its products."""
+
+    def hidden_gradient(self) -> Tensor:
+        """Return F @ weight [rows, D]."""
+
+    def add_weight_gradient(self, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool) -> None:
+        """Add F.T @ (factor * hidden) to ``total`` [V, D], or write it there; see `Products.add_weight_gradient`."""
+
+    def add_bias_gradient(self, factor: Tensor, total: Tensor) -> None:
+        """Add F.T @ factor to ``total`` [V]."""
+
+
 class MatrixGradient(NamedTuple):
-    """A `passes.LogitGradient` whose F is a matrix [rows, V]."""
+    """A `LogitGradient` whose F is a matrix [rows, V]."""
 
     products: Products
     values: Tensor

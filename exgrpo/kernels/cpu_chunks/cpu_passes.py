@@ -155,7 +155,7 @@ class CpuKeptPasses(KeptPasses):
 
 
 class CpuPairGradient(NamedTuple):
-    """A `passes.LogitGradient` whose F are the numbers of pairs."""
+    """A `products.LogitGradient` whose F are the numbers of pairs."""
 
     passes: CpuKeptPasses
     sets: Sets

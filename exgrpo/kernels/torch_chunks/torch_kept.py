@@ -13,7 +13,8 @@ from torch import Tensor
 from exgrpo.kernels.chunks import chunking, softmax
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.passes import ByFormulas, Formulas, Held, LogitGradient
+from exgrpo.kernels.chunks.passes import ByFormulas, Formulas, Held
+from exgrpo.kernels.chunks.products import LogitGradient
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
@@ -160,7 +161,7 @@ class KeptPasses(ByFormulas):
 
 
 class PairGradient(NamedTuple):
-    """A `passes.LogitGradient` whose F are the numbers of pairs."""
+    """A `products.LogitGradient` whose F are the numbers of pairs."""
 
     passes: KeptPasses
     pairs: Pairs

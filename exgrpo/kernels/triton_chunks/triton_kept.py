@@ -163,7 +163,7 @@ class TritonKeptPasses(KeptPasses):
 
 
 class TritonPairGradient(NamedTuple):
-    """A `passes.LogitGradient` whose F are the numbers of pairs."""
+    """A `products.LogitGradient` whose F are the numbers of pairs."""
 
     passes: TritonKeptPasses
     chunk: Chunk
