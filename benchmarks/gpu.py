@@ -107,14 +107,14 @@ def profile(name: str, kernels: str) -> Part:
     return Part(name, 3, command, result=".txt", needs="ncu", expects=r"Context \d+, Stream \d+")
 
 
-HOST_TESTS = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_launch_tuner.py", "test_extension.py")
+HOST_TESTS = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_extension.py")
 """Tests of the kernels that need no GPU: they emulate it, or compile for several."""
 IGNORED = " ".join(f"'--ignore-glob=tests/kernels/{files}'" for files in HOST_TESTS)
 # With more threads, pytest's workers would hang at exit, waiting for the processes of torch's compiler.
 KERNELS = f"env TORCHINDUCTOR_COMPILE_THREADS=1 {PYTEST} -n {min(8, (os.cpu_count() or 2) // 2)}"
 IN_A_ROW = "--sizes=full --in-a-row=20 -k 'policy_loss and bfloat16 and not entropy and not active'"
-TUNE = "python -m exgrpo.kernels.tune --output {result}"
-TINY_TUNE = "--shapes 4,16,128 --dtype float32 --minutes 0.02"
+TUNE = "python -m benchmarks.tune --output {result}"
+TINY_TUNE = "--shape 4 16 128 --minutes 0.02"
 LONG_ANSWERS = "python -m studies.run studies/long_answers.yaml"
 STEPS = "test_training_step.py"
 PARTS = (
@@ -127,7 +127,7 @@ PARTS = (
     profile("product_profile", "product_kernel|exponentials_kernel"),
     profile("rows_profile", "entropy_kernel|gradient_kernel"),
     benchmark("rollouts", 12, "test_rollouts.py", "--sizes=full", "-k fp32", "deepspeed vllm"),
-    Part("launch_table", 12, TUNE, "--minutes {minutes}", TINY_TUNE, ".toml"),
+    Part("launch_table", 12, TUNE, "--minutes {minutes}", TINY_TUNE, ".txt"),
     Part("study", 60, LONG_ANSWERS, "--workers 10", "--plan", needs=f"deepspeed {TAUGHT}"),
 )
 

@@ -1,4 +1,4 @@
-"""The public functions of a head: arguments are checked here, results are computed by the backends."""
+"""The public functions on a head: check arguments, have a backend compute."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import arguments, checks, derivatives, dispatch, operators, reference
-from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, LogProb, PolicyLoss, compute_dtype
+from exgrpo.kernels.inputs import IGNORED, LEFT_OUT, HeadArguments, LogProb, LossArguments, PolicyLoss, compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +60,7 @@ def linear_log_prob(
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
         memory: bytes that the call, and its backward, may allocate beside their inputs, their results and the
             gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: 1 GiB by
-            ``"triton"`` and ``"cuda"``, or what the launch table says (:mod:`exgrpo.kernels.tune`); by the others
+            ``"triton"`` and ``"cuda"``, or a 16th of its memory if that is less; by the others
             logits of 128 MiB on a CPU and of 1 GiB on a GPU, and what is beside them.
             ``backend="reference"`` holds all logits, whatever is said here.
         counts: how many targets are not left out, and how many of them have a gradient at most (where it is not known:
@@ -114,22 +114,14 @@ def linear_log_prob(
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
         arXiv 2510.02245.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
-    head = arguments.keep(head, kept)
+    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    head = arguments.keep(arguments.head(hidden, weight, target, given, vocab_group, memory, counts), kept)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.weight_grad(weight_grad, weight)
     if name == dispatch.REFERENCE:
         checks.real("hidden", hidden)
-        result = reference.linear_log_prob(
-            hidden,
-            derivatives.added_to(weight_grad, weight),
-            target,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            kept=kept,
-            ignore_index=ignore_index,
-        )
+        added = derivatives.added_to(weight_grad, weight)
+        result = reference.linear_log_prob(hidden, added, target, **given._asdict())
     else:
         result = operators.linear_log_prob(head, name, weight_grad)
     dtype = compute_dtype(hidden.dtype)
@@ -236,7 +228,9 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    head = arguments.head(hidden, weight, target, bias, temperature, softcap, ignore_index, vocab_group, memory, counts)
+    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    loss_given = LossArguments(replayed, clip, beta, entropy_coef, normalizer, mask)
+    head = arguments.head(hidden, weight, target, given, vocab_group, memory, counts)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.weight_grad(weight_grad, weight)
     checks.alike("old_log_prob", old_log_prob, target, "target")
@@ -245,31 +239,14 @@ def linear_policy_loss(
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
     head = arguments.keep(head, kept)
     flat = checks.written(old_log_prob.detach().reshape(-1), lambda: head.target == LEFT_OUT)
-    tokens = arguments.policy_tokens(flat, advantage, replayed, target, "target")
-    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
+    terms = arguments.policy_terms(flat, advantage, loss_given, target, "target")
     dtype = compute_dtype(hidden.dtype)
     if name != dispatch.REFERENCE:
         loss, per_token = operators.linear_policy_loss(head, terms, name, weight_grad)
     else:
         checks.real("hidden", hidden)
-        loss, *whole = reference.linear_policy_loss(
-            hidden,
-            derivatives.added_to(weight_grad, weight),
-            target,
-            old_log_prob,
-            advantage,
-            replayed=replayed,
-            clip=clip,
-            beta=beta,
-            entropy_coef=entropy_coef,
-            normalizer=normalizer,
-            mask=mask,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            kept=kept,
-            ignore_index=ignore_index,
-        )
+        added, more = derivatives.added_to(weight_grad, weight), loss_given._asdict() | given._asdict()
+        loss, *whole = reference.linear_policy_loss(hidden, added, target, old_log_prob, advantage, **more)
         per_token = torch.stack(whole)
     return PolicyLoss(loss.to(dtype), *(values.to(dtype).reshape(target.shape) for values in per_token))
 
@@ -338,16 +315,13 @@ def sequence_entropy(
         raise ValueError(f"target: expected shape [T], packed sequences, got {list(target.shape)}")
     cu_seqlens = checks.sequence_bounds(cu_seqlens, target)
     derivatives.check_constant("sequence_entropy", hidden, weight, bias)
+    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)._asdict()
     with torch.no_grad():
         entropy = linear_log_prob(
             hidden,
             weight,
             target,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            kept=kept,
-            ignore_index=ignore_index,
+            **given,
             vocab_group=vocab_group,
             memory=memory,
             counts=counts,

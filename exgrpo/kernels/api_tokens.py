@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.kernels import arguments, checks, derivatives, dispatch, objective, operators
-from exgrpo.kernels.inputs import PolicyLoss, compute_dtype
+from exgrpo.kernels.inputs import LossArguments, PolicyLoss, compute_dtype
 
 
 def policy_loss(
@@ -82,8 +82,8 @@ def policy_loss(
         checks.alike("mask", mask, log_prob, "log_prob", (torch.bool,))
         mask = mask.reshape(-1)
     old_log_prob = checks.written(old_log_prob.detach().reshape(-1), lambda: None if mask is None else ~mask)
-    tokens = arguments.policy_tokens(old_log_prob, advantage, replayed, log_prob, "log_prob")
-    terms = arguments.policy_terms(tokens, clip, beta, entropy_coef, normalizer)
+    given = LossArguments(replayed, clip, beta, entropy_coef, normalizer, mask)
+    terms = arguments.policy_terms(old_log_prob, advantage, given, log_prob, "log_prob")
     dtype = compute_dtype(log_prob.dtype)
     if entropy is not None:
         checks.alike("entropy", entropy, log_prob, "log_prob")

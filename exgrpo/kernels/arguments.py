@@ -10,8 +10,10 @@ from exgrpo.kernels import checks
 from exgrpo.kernels.inputs import (
     LEFT_OUT,
     Head,
+    HeadArguments,
     HeadOptions,
     Kept,
+    LossArguments,
     PolicyTerms,
     PolicyTokens,
     Surrogate,
@@ -27,15 +29,13 @@ def head(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int,
+    given: HeadArguments,
     vocab_group: "ProcessGroup | None",
     memory: int | None,
     counts: tuple[int, int] | None,
 ) -> Head:
-    """The checked arguments, tokens flattened."""
+    """Return the checked arguments but for the sets, tokens flattened."""
+    bias, temperature, softcap, _, ignore_index = given
     operand = checks.head(hidden, weight, target, bias)
     checks.index("ignore_index", ignore_index)
     checks.group(vocab_group)
@@ -57,7 +57,7 @@ def head(
 
 
 def keep(head: Head, kept: tuple[Tensor, Tensor] | None) -> Head:
-    """The head over kept sets, which are checked; None: over the whole vocabulary."""
+    """Return the head over kept sets, which are checked; None: over the whole vocabulary."""
     if kept is None:
         return head
     options = head.options
@@ -65,29 +65,18 @@ def keep(head: Head, kept: tuple[Tensor, Tensor] | None) -> Head:
     return head._replace(options=replace(options, kept=sets))
 
 
-def policy_tokens(
-    old_log_prob: Tensor, advantage: Tensor, replayed: Tensor | None, like: Tensor, name: str
-) -> PolicyTokens:
-    """The checked per-token arguments of the objective, flattened; ``like`` [...], by its ``name``, has all tokens.
+def policy_terms(old_log_prob: Tensor, advantage: Tensor, given: LossArguments, like: Tensor, name: str) -> PolicyTerms:
+    """Return the checked terms of the objective, flattened; ``like`` [...], by its ``name``, has all tokens.
 
     ``old_log_prob`` is checked and flat already.
     """
+    replayed, clip, beta, entropy_coef, normalizer, _ = given
     checks.tensor("advantage", advantage)
     spread = checks.per_token("advantage", advantage, like, name)
     if replayed is not None:
         checks.tensor("replayed", replayed, (torch.bool,))
         replayed = checks.per_token("replayed", replayed, like, name).reshape(-1)
-    return PolicyTokens(old_log_prob, spread.detach().reshape(-1), replayed)
-
-
-def policy_terms(
-    tokens: PolicyTokens,
-    clip: tuple[float, float] | None,
-    beta: float | None,
-    entropy_coef: float,
-    normalizer: float | Tensor | None,
-) -> PolicyTerms:
-    """The checked terms of the objective."""
+    tokens = PolicyTokens(old_log_prob, spread.detach().reshape(-1), replayed)
     surrogate = Surrogate(checks.clip(clip), None if beta is None else checks.number("beta", beta, positive=True))
     coefficient = checks.number("entropy_coef", entropy_coef)
     divisor = _scalar(checks.normalizer(normalizer, tokens.advantage), tokens.advantage)
@@ -95,13 +84,13 @@ def policy_terms(
 
 
 def same_tokens(log_prob: Tensor, old_log_prob: Tensor) -> None:
-    """Two per-token tensors that belong together."""
+    """Check two per-token tensors that belong together."""
     checks.tensor("log_prob", log_prob)
     checks.alike("old_log_prob", old_log_prob, log_prob, "log_prob")
 
 
 def _temperatures(temperature: float | Tensor, target: Tensor, operand: torch.dtype) -> Tensor | None:
-    """One per token, [T]; None: all are 1."""
+    """Return the temperatures [T]; None: all are 1."""
     checked = checks.temperature(temperature, target)
     if isinstance(checked, Tensor):
         return checked
@@ -109,7 +98,6 @@ def _temperatures(temperature: float | Tensor, target: Tensor, operand: torch.dt
 
 
 def _scalar(normalizer: float | Tensor | None, tokens: Tensor) -> Tensor | None:
-    """A tensor without dimensions on the tokens' device."""
     if isinstance(normalizer, float):
         # In float64: a policy loss in float64 divides by this number, not by its nearest float32.
         return _filled(tokens, (), normalizer, torch.float64)

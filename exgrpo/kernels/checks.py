@@ -22,7 +22,7 @@ LARGEST = sys.float_info.max
 
 
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -> Tensor:
-    """A tensor of one of the dtypes."""
+    """Return a tensor, checked to have one of the dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
@@ -34,20 +34,20 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = FLOATING) -
 
 
 def shape(name: str, value: Tensor, *allowed: Sequence[int]) -> None:
-    """A tensor of one of the shapes."""
+    """Check that a tensor has one of the shapes."""
     if all(tuple(value.shape) != tuple(expected) for expected in allowed):
         expected = " or ".join(str(list(expected)) for expected in allowed)
         raise ValueError(f"{name}: expected shape {expected}, got {list(value.shape)}")
 
 
 def device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
-    """A tensor on the device of another."""
+    """Check that a tensor is on the device of another."""
     if value.device != like.device:
         raise ValueError(f"{name}: expected device {like.device}, that of {like_name}, got {value.device}")
 
 
 def alike(name: str, value: object, like: Tensor, like_name: str, dtypes: Sequence[torch.dtype] = FLOATING) -> None:
-    """A tensor of one of the dtypes that has the shape of another and is on its device."""
+    """Check dtype, shape and device of a tensor, the latter two against another."""
     found = tensor(name, value, dtypes)
     shape(name, found, like.shape)
     device(name, found, like, like_name)
@@ -56,7 +56,7 @@ def alike(name: str, value: object, like: Tensor, like_name: str, dtypes: Sequen
 def number(
     name: str, value: object, *, positive: bool = False, at_least: float | None = None, at_most: float | None = None
 ) -> float:
-    """A finite number, above zero or within bounds if asked for."""
+    """Return a finite number, checked to be above zero or within bounds if asked for."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, int) and abs(value) > LARGEST:
@@ -77,7 +77,7 @@ def number(
 
 
 def index(name: str, value: object, *, positive: bool = False) -> int:
-    """A number that a tensor of int64 can hold, above zero if asked for."""
+    """Return a number that a tensor of int64 can hold, checked to be above zero if asked for."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
@@ -88,7 +88,7 @@ def index(name: str, value: object, *, positive: bool = False) -> int:
 
 
 def counts(value: tuple[int, int] | None, tokens: int) -> tuple[int, int] | None:
-    """Numbers of tokens that take part and of those of them with a gradient, in descending order."""
+    """Return the checked numbers of tokens that take part and of those with a gradient."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -100,7 +100,7 @@ def counts(value: tuple[int, int] | None, tokens: int) -> tuple[int, int] | None
 
 
 def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int) -> Tensor:
-    """``value``, every entry of which is good, a bool tensor of the same shape; ``expected`` has ``{}`` for numbers.
+    """Return ``value``, checked that all of ``good`` [like value] is True; ``expected`` has ``{}`` for numbers.
 
     Compute with what this returns: a compiler leaves out a check whose result nobody uses.
     """
@@ -112,7 +112,7 @@ def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int)
 
 
 def _without_values(value: Tensor) -> bool:
-    """Whether it is a compiler's or without memory, or may stand for several, as in torch.vmap."""
+    """True if it is a compiler's, without memory, or may stand for several, as in torch.vmap."""
     if torch.compiler.is_compiling() or type(value) is not Tensor or value.is_meta:
         return True
     return torch._C._are_functorch_transforms_active()
@@ -123,7 +123,7 @@ CHECKED = "(Tensor value, Tensor good, str message, SymInt[] numbers) -> Tensor"
 
 @custom_op("exgrpo::checked", mutates_args=(), schema=CHECKED)
 def checked(value: Tensor, good: Tensor, message: str, numbers: Sequence[int]) -> Tensor:
-    """A copy of ``value`` if all of it is good."""
+    """Return a copy of ``value`` if all of it is good."""
     _check(value, good, message, numbers)
     return value.clone()
 
@@ -146,7 +146,7 @@ def _check(value: Tensor, good: Tensor, message: str, numbers: Sequence[int]) ->
 
 
 def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> torch.dtype:
-    """hidden [..., D], weight [V, D], target [...], bias [V] on one device; returns the dtype of the products."""
+    """Check hidden [..., D], weight [V, D], target [...] and bias [V]; return the dtype of the products."""
     tensor("hidden", hidden)
     tensor("weight", weight)
     tensor("target", target, (torch.int64,))
@@ -174,7 +174,7 @@ def head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) ->
 
 
 def weight_grad(value: Tensor | None, weight: Tensor) -> None:
-    """A tensor that the gradient of a weight can be added to, where one is given."""
+    """Check that the gradient of a weight can be added to a tensor, if one is given."""
     if value is None:
         return
     if torch.compiler.is_compiling():
@@ -186,14 +186,14 @@ def weight_grad(value: Tensor | None, weight: Tensor) -> None:
 
 
 def real(name: str, value: Tensor) -> None:
-    """A tensor that has values."""
+    """Check that a tensor has values."""
     if value.is_meta or isinstance(value, FakeTensor):
         got = f"a {type(value).__name__} on {value.device}"
         raise ValueError(f"{name}: expected a tensor with values, as backend='reference' reads them, got {got}")
 
 
 def target_range(target: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The targets, every one in [0, vocabulary) or ignore_index, and which of them are ignore_index."""
+    """Return the checked targets, and which of them are ignore_index."""
     if vocabulary == 0:
         raise ValueError("weight: expected at least one row, got an empty vocabulary")
     ignored = target == ignore_index
@@ -202,7 +202,7 @@ def target_range(target: Tensor, vocabulary: int, ignore_index: int) -> tuple[Te
 
 
 def per_token(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
-    """A tensor shaped like ``like``, or one entry per row of a [B, L] batch, expanded to it."""
+    """Return a tensor shaped like ``like``, or with one entry per row of a [B, L] batch, expanded to it."""
     allowed = [like.shape]
     if like.dim() == 2:
         allowed.append(like.shape[:1])
@@ -214,7 +214,7 @@ def per_token(name: str, value: Tensor, like: Tensor, like_name: str) -> Tensor:
 
 
 def written(old_log_prob: Tensor, left_out: Callable[[], Tensor | None]) -> Tensor:
-    """Old log-probabilities, -inf only where a token is left out: a policy that wrote a token could write it.
+    """Return old log-probabilities, checked to be -inf only where a token is left out.
 
     On a GPU it is a check for EXGRPO_CHECK=1 alone: it would take launches, and the ratio is bounded.
     """
@@ -228,7 +228,7 @@ def written(old_log_prob: Tensor, left_out: Callable[[], Tensor | None]) -> Tens
 
 
 def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:
-    """[N + 1] bounds, ascending from 0 to the number of targets."""
+    """Return [N + 1] bounds, checked to ascend from 0 to the number of targets."""
     tensor("cu_seqlens", value, (torch.int32, torch.int64))
     if value.dim() != 1 or value.numel() == 0:
         raise ValueError(f"cu_seqlens: expected shape [N + 1], got {list(value.shape)}")
@@ -237,7 +237,6 @@ def sequence_bounds(value: Tensor, target: Tensor) -> Tensor:
 
 
 def _ascending(name: str, value: Tensor, end: int) -> Tensor:
-    """Bounds from 0 to ``end``."""
     after = torch.cat((value[1:], value.new_full((1,), end)))
     good = value <= after
     good[0] &= value[0] == 0
@@ -246,7 +245,7 @@ def _ascending(name: str, value: Tensor, end: int) -> Tensor:
 
 
 def kept(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """(ids [M] int32, offsets [T + 1] int64): sets of different ids of the vocabulary, the tokens' targets in them.
+    """Return (ids [M] int32, offsets [T + 1] int64), checked: different ids in a set, the token's target among them.
 
     ``target`` [T] is below 0 where a token is left out. On a GPU the last two are checks for EXGRPO_CHECK=1 alone: they
     would take a sort.
@@ -294,7 +293,7 @@ def _sound(ids: Tensor, offsets: Tensor, target: Tensor, vocabulary: int) -> tup
 
 
 def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:
-    """A number above 0, or one per token, flattened."""
+    """Return a number above 0, or one per token, flattened."""
     if not isinstance(value, Tensor):
         return number("temperature", value, positive=True)
     tensor("temperature", value)
@@ -306,7 +305,7 @@ def temperature(value: float | Tensor, target: Tensor) -> float | Tensor:
 
 
 def clip(value: tuple[float, float] | None) -> tuple[float, float] | None:
-    """(low, high), both at least 0, low at most 1."""
+    """Return (low, high), both at least 0, low at most 1."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -315,7 +314,7 @@ def clip(value: tuple[float, float] | None) -> tuple[float, float] | None:
 
 
 def normalizer(value: float | Tensor | None, like: Tensor) -> float | Tensor | None:
-    """A number above 0 or a tensor with one."""
+    """Return a number above 0 or a tensor with one."""
     if value is None:
         return None
     if not isinstance(value, Tensor):
@@ -329,7 +328,7 @@ def normalizer(value: float | Tensor | None, like: Tensor) -> float | Tensor | N
 
 
 def group(value: object) -> None:
-    """A process group or None."""
+    """Check for a process group or None."""
     if value is None:
         return
     if not dist.is_available() or not isinstance(value, dist.ProcessGroup):

@@ -18,7 +18,7 @@ SECOND = "second derivatives: call backward or torch.autograd.grad without creat
 
 
 def check_reverse_mode(function: str, *tensors: Tensor | None) -> None:
-    """Nothing but torch.autograd differentiates ``function`` in these arguments.
+    """Check that nothing but torch.autograd differentiates ``function`` in these arguments.
 
     Raises:
         NotImplementedError: one has a tangent of forward mode, or is differentiated by a transform of torch.func.
@@ -28,7 +28,7 @@ def check_reverse_mode(function: str, *tensors: Tensor | None) -> None:
 
 
 def check_constant(function: str, *tensors: object) -> None:
-    """Nothing differentiates ``function``, which has no derivatives; torch.autograd says so itself.
+    """Check that nothing differentiates ``function``, which has no derivatives; torch.autograd does so itself.
 
     Raises:
         NotImplementedError: as by :func:`check_reverse_mode`.
@@ -38,7 +38,7 @@ def check_constant(function: str, *tensors: object) -> None:
 
 
 def check_first(function: str) -> None:
-    """In a backward: the derivatives of its gradients are not wanted.
+    """Check, in a backward, that the derivatives of its gradients are not wanted.
 
     Raises:
         NotImplementedError: it was called with ``create_graph=True``.
@@ -48,7 +48,7 @@ def check_first(function: str) -> None:
 
 
 def added_to(total: Tensor | None, tensor: Tensor) -> Tensor:
-    """The tensor itself, whose gradient is added to ``total``, if there is one, and reaches no other."""
+    """Return the tensor itself, whose gradient is added to ``total``, if there is one, and reaches no other."""
     return tensor if total is None else _Added.apply(tensor, total)
 
 
@@ -65,14 +65,13 @@ class _Added(torch.autograd.Function):
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
-    """Whether the gradient of a tensor is wanted, also of one that torch.vmap has wrapped."""
+    """True if the gradient of a tensor is wanted, also of one that torch.vmap has wrapped."""
     if tensor is None or not torch._C._are_functorch_transforms_active():
         return tensor is not None and tensor.requires_grad
     return any(level.requires_grad for level in _levels(tensor))
 
 
 def _refuse(forward_mode: str, transforms: str, arguments: tuple[object, ...]) -> None:
-    """Raises one of the messages where a tensor among the arguments is differentiated."""
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         _refuse_differentiated(forward_mode, transforms, tensors)

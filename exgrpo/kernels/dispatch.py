@@ -1,37 +1,38 @@
-"""Which backend computes a call, and why.
+"""Choice of the backend that computes a call.
 
 - ``cpu``: chunks of tokens through the compiled extension; the choice of ``auto`` on CPUs where it is built.
 - ``cuda``: the Triton backend with a fused product in CUDA C++; where it is built, the choice of ``auto`` for large
   calls in bf16 on Hopper.
-- ``triton``: the same chunks with Triton kernels in them, and where its launch table says so with a matrix product of
+- ``triton``: the same chunks with Triton kernels in them, and where its launch plan says so with a matrix product of
   its own; the choice of ``auto`` on other GPUs. It waits for the number of tokens that take part, once a call.
 - ``torch``: the same chunks in plain PyTorch. Runs on every device. On a GPU it waits for the number of tokens that
   take part: once a call, and once a chunk where gradients are formed with the loss.
 - ``reference``: full logits and plain autograd. The oracle; only on request, since its memory is [T, V].
 
-The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else a table
-by architecture, dtype and size, `backend_choice`. EXGRPO_DEBUG=1 has each kind of call say what it took. Where the
-backend that the table prefers is not available, that is said once without it: nothing else tells of slower kernels.
+The argument ``backend`` decides; where it is ``"auto"``, the environment variable EXGRPO_BACKEND does, and else the
+order of `backend_choice`. EXGRPO_DEBUG=1 prints a line for each kind of call. A preferred backend that is missing is
+named once without it: nothing else would reveal slower kernels.
 
-Before its first call of a kind, a backend other than ``torch`` is tested, see `self_test`. One that fails is left out
-where ``auto`` chooses, which is said once; where it was named, the call is an error. The ranks of a vocab_group take a
-backend only if all of them can. Other processes decide each for itself, unless they exchange what each one would pass
+Before its first use in a dtype, a backend other than ``torch`` is tested, see `self_test`. One that fails is left out
+where ``auto`` chooses, with a line on stderr; where it was named, the call is an error. The ranks of a vocab_group take
+a backend only if all of them can. Other processes decide each for itself, unless they exchange what each one would pass
 over and leave it out: `passed_over`, `leave_out`.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from exgrpo.kernels import backend_choice, extension, self_test
 from exgrpo.kernels.chunks.passes import Backend
 from exgrpo.kernels.inputs import Head
-from exgrpo.kernels.trials import HeadTrial, Trial
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,7 +48,7 @@ BACKENDS = {name: f"exgrpo.kernels.{name}_chunks" for name in backend_choice.NAM
 
 @cache
 def load(name: str) -> Backend:
-    """The backend of this name."""
+    """Return the backend of a name."""
     return cast(Backend, import_module(BACKENDS[name]))
 
 
@@ -55,10 +56,12 @@ TRITON_INSTALLED = find_spec("triton") is not None
 
 _LEFT_OUT: dict[str, str] = {}
 """Backends that this process does not use although it could, and why."""
+_AGREED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.dtype], str]]" = WeakKeyDictionary()
+"""Faults on any rank of a group, "" if there is none, by backend and dtype."""
 
 
 def unavailable(name: str, device: torch.device) -> str:
-    """Why a backend cannot compute on this device; empty where it can."""
+    """Return why a backend cannot compute on this device, "" if it can."""
     if name in _LEFT_OUT:
         return _LEFT_OUT[name]
     if name == "cpu":
@@ -78,11 +81,11 @@ def unavailable(name: str, device: torch.device) -> str:
 
 
 def requested(backend: str, device: torch.device, vocab_group: object = None) -> str:
-    """The backend that a call with this argument asks for, ``auto`` included, for tensors on this device.
+    """Return the backend that a call with this argument requests, ``auto`` included, for tensors on this device.
 
     Raises:
         ValueError: there is no such backend, or it has no vocab_group.
-        RuntimeError: the backend that was asked for cannot run here.
+        RuntimeError: the backend that was requested cannot run here.
     """
     name, source = backend, f"backend={backend!r}"
     if backend == AUTO and os.environ.get(ENVIRONMENT):
@@ -107,7 +110,7 @@ def _check_available(name: str, source: str, device: torch.device) -> None:
 
 
 def requested_for_tokens(device: torch.device) -> str:
-    """The same for what knows of no head: per-token objectives, advantages, means.
+    """Return the backend for operations without a head: per-token objectives, advantages, means.
 
     A backend that the environment names for heads on another device is not for these: rewards are on a CPU.
     """
@@ -119,83 +122,98 @@ def requested_for_tokens(device: torch.device) -> str:
 
 
 def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
-    """What ``auto`` is for operands of a dtype on a device, and so many logits."""
+    """Return the backend that ``auto`` takes for operands of a dtype on a device and a number of logits."""
     able = (name for name in backend_choice.order(device, operand, logits) if not unavailable(name, device))
     return next(able, "torch")
 
 
-def take(name: str, trial: Trial, logits: int, group: "ProcessGroup | None" = None) -> Backend:
-    """The backend that was requested for calls like a trial; ``auto`` becomes one here, as the size is known.
+class Kind(NamedTuple):
+    """Call that needs a backend."""
 
-    All ranks of a group have to take the same backend: their ``logits`` is the largest number of any rank.
+    operation: str
+    device: torch.device
+    dtype: torch.dtype
+    """Dtype of the operands."""
+    size: int
+    """Number of logits or of entries, the largest of any rank of a group: all have to take the same backend."""
+
+
+def take(name: str, kind: Kind, group: "ProcessGroup | None" = None) -> Backend:
+    """Return the backend that was requested for a call; ``auto`` is decided here, as the size is known.
 
     Raises:
-        RuntimeError: the backend that was asked for cannot run here, or failed its self-test.
+        RuntimeError: the backend that was requested cannot run here, or failed its self-test.
     """
+    operation, device, dtype, size = kind
+    tested = dtype if dtype.is_floating_point else torch.float32
     taken = name
     if name != AUTO:
-        _check_named(name, trial, group)
+        _check_named(name, device, tested, group)
     else:
-        taken, wrong = _first_sound(trial, logits, group)
+        taken, wrong = _first_sound(device, tested, size, group)
         for other, why in wrong.items():
-            backend_choice.say(
-                f"the {taken} backend computes on {trial.device.type}, as {other} is not available: {why}"
-            )
+            backend_choice.say(f"the {taken} backend computes on {device.type}, as {other} is not available: {why}")
     if backend_choice.talkative():
-        size = backend_choice.size_class(logits)
-        backend_choice.say(
-            f"{trial.operation}, {size}, {trial.operand} on {trial.device.type}: {taken} ({name} requested)"
-        )
+        called = f"{operation}, {backend_choice.size_class(size)}, {dtype} on {device.type}"
+        backend_choice.say(f"{called}: {taken} ({name} requested)")
     return load(taken)
 
 
-def _check_named(name: str, trial: Trial, group: "ProcessGroup | None") -> None:
+def take_for_head(name: str, operation: str, head: Head) -> Backend:
+    """Return the backend for an operation on a head, as `take` does."""
+    options = head.options
+    logits = head.target.numel() * options.shard.largest
+    return take(name, Kind(operation, head.hidden.device, options.operand, logits), options.shard.group)
+
+
+def _check_named(name: str, device: torch.device, dtype: torch.dtype, group: "ProcessGroup | None") -> None:
     source = f"backend={name!r}"
-    _check_available(name, source, trial.device)  # a compiled caller has not
-    if fault := _fault(name, trial, group):
+    _check_available(name, source, device)  # a compiled caller has not
+    if fault := _fault(name, device, dtype, group):
         remedy = f"expected auto or torch, or {self_test.ENVIRONMENT}=0 in the environment to use it nevertheless"
         raise RuntimeError(f"{source}: {fault}; {remedy}")
 
 
-def _first_sound(trial: Trial, logits: int, group: "ProcessGroup | None") -> tuple[str, dict[str, str]]:
-    """The table's first backend that can compute calls like a trial, and what is wrong with those before it."""
+def _first_sound(
+    device: torch.device, dtype: torch.dtype, size: int, group: "ProcessGroup | None"
+) -> tuple[str, dict[str, str]]:
+    """Return the first backend of the order that can compute, and the faults of those before it."""
     wrong: dict[str, str] = {}
-    for name in backend_choice.order(trial.device, trial.operand, logits):
-        if not (found := _fault(name, trial, group)):
+    for name in backend_choice.order(device, dtype, size):
+        if not (found := _fault(name, device, dtype, group)):
             return name, wrong
         wrong[name] = found
     return "torch", wrong
 
 
-def _fault(name: str, trial: Trial, group: "ProcessGroup | None") -> str:
-    """Why a backend cannot compute calls like a trial on all ranks of a group; empty where it can."""
-    found = unavailable(name, trial.device)
-    if not found and (failed := self_test.fault(name, trial, load)):
-        found = f"it failed its self-test of {trial}: {failed} ({REPORT})"
-    return self_test.agreed(found, name, trial, group)
+def _fault(name: str, device: torch.device, dtype: torch.dtype, group: "ProcessGroup | None") -> str:
+    found = unavailable(name, device)
+    if not found and (failed := self_test.fault(name, device, dtype, load)):
+        found = f"it failed its self-test in {dtype} on {device.type}: {failed} ({REPORT})"
+    # Collective whether or not this rank tests, or has the backend: settings that differ cannot part the ranks.
+    if group is None or name == "torch":
+        return found
+    known = _AGREED.setdefault(group, {})
+    if (name, dtype) not in known:
+        good = torch.tensor(0 if found else 1, device=device)
+        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=group)
+        known[name, dtype] = found or ("" if good.item() else "another rank of the vocab_group cannot use it")
+    return known[name, dtype]
 
 
-def passed_over(name: str, trials: Iterable[Trial]) -> dict[str, str]:
-    """The backends that large calls like some trials would pass over, and why, for processes that decide together.
+def passed_over(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Return the backends that large calls in a dtype would pass over, and why, for processes that decide together.
 
     Raises:
         RuntimeError: a backend was named, and cannot run here or failed its self-test.
     """
-    wrong: dict[str, str] = {}
-    for trial in trials:
-        if name == AUTO:
-            wrong |= _first_sound(trial, backend_choice.LARGE + 1, None)[1]
-        elif name != REFERENCE:
-            _check_named(name, trial, None)
-    return wrong
+    if name == AUTO:
+        return _first_sound(device, dtype, backend_choice.LARGE + 1, None)[1]
+    if name != REFERENCE:
+        _check_named(name, device, dtype, None)
+    return {}
 
 
 def leave_out(backends: Mapping[str, str]) -> None:
-    """Have this process use some backends no more, named with the reasons; before its first call."""
+    """Use some backends, named with the reasons, no more in this process; call it before the first call."""
     _LEFT_OUT.update(backends)
-
-
-def take_for_head(name: str, trial: HeadTrial, head: Head) -> Backend:
-    """The same for an operation on a head."""
-    shard = head.options.shard
-    return take(name, trial, head.target.numel() * shard.largest, shard.group)

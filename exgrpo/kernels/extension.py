@@ -1,4 +1,4 @@
-"""What the installation has compiled: the operators `torch.ops.exgrpo_C`, and why a compiled file is not there.
+"""The compiled operators `torch.ops.exgrpo_C`, and the reason why a compiled file is missing.
 
 The reason stands in `build.json`, which setup.py writes.
 """
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("_C.abi3.so")
 
 
 def why_missing(file: Path, tools: str, root: Path = ROOT) -> str:
-    """Why a compiled file is not there, and what to do.
+    """Return why a compiled file is not there, and what to do.
 
     Args:
         file: where it would be, below ``root``.
@@ -42,7 +42,7 @@ def why_missing(file: Path, tools: str, root: Path = ROOT) -> str:
 
 
 def load(file: Path) -> str:
-    """Loads the operators; returns why that failed, empty if it did not."""
+    """Load the operators; return why that failed, "" if it did not."""
     if not file.exists():
         return why_missing(file, "torch and a C++ compiler")
     try:

@@ -1,8 +1,9 @@
 """Checked inputs, as the backends receive them, and what the public functions return."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,18 @@ IGNORED = -100
 LEFT_OUT = -1
 """Target of such a token inside the backends."""
 
+Fields = TypeVar("Fields", bound=tuple[Any, ...])
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, statistics, sums and results for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def mapped(values: Fields, function: Callable[[Tensor], Tensor]) -> Fields:
+    """Return a structure of tensors with a function of each; what is None stays so."""
+    make: Any = type(values)
+    return make(*(None if x is None else function(x) if isinstance(x, Tensor) else mapped(x, function) for x in values))
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class VocabShard:
     @classmethod
     @torch._disable_dynamo  # a graph break: sizes of other ranks are no constants of a graph
     def exchange(cls, size: int, group: "dist.ProcessGroup", device: torch.device) -> "VocabShard":
-        """Learns the other ranks' sizes; a collective call that waits for its result."""
+        """Gather the other ranks' sizes; a collective call that waits for its result."""
         mine = torch.tensor([size], dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
@@ -94,9 +103,30 @@ class Kept(NamedTuple):
     """[T + 1] int64: token t has ids [offsets[t], offsets[t + 1]); none of them stand for the whole vocabulary."""
 
 
+class HeadArguments(NamedTuple):
+    """Arguments of the public functions on a head, as they were given; see :func:`exgrpo.kernels.linear_log_prob`."""
+
+    bias: Tensor | None
+    temperature: float | Tensor
+    softcap: float | None
+    kept: tuple[Tensor, Tensor] | None
+    ignore_index: int
+
+
+class LossArguments(NamedTuple):
+    """Arguments of the public losses, as they were given; see :func:`exgrpo.kernels.linear_policy_loss`."""
+
+    replayed: Tensor | None
+    clip: tuple[float, float] | None
+    beta: float | None
+    entropy_coef: float
+    normalizer: float | Tensor | None
+    mask: Tensor | None
+
+
 @dataclass(frozen=True)
 class HeadOptions:
-    """How a linear head scores tokens: logits = cap(hidden @ weight.T + bias) / temperature."""
+    """Options of a linear head: logits = cap(hidden @ weight.T + bias) / temperature."""
 
     temperature: Tensor | None
     """[T]; None: 1."""
@@ -129,7 +159,7 @@ class Head(NamedTuple):
 
 
 class PolicyTokens(NamedTuple):
-    """What the objective knows of some tokens beside their log-probabilities, all [T]."""
+    """Inputs of the objective but for the log-probabilities, all [T]."""
 
     old_log_prob: Tensor
     """Under the policy that generated the tokens."""
@@ -137,14 +167,9 @@ class PolicyTokens(NamedTuple):
     replayed: Tensor | None
     """bool; None: no token is replayed."""
 
-    def select(self, rows: slice) -> "PolicyTokens":
-        """Some of the tokens."""
-        replayed = None if self.replayed is None else self.replayed[rows]
-        return PolicyTokens(self.old_log_prob[rows], self.advantage[rows], replayed)
-
 
 class Surrogate(NamedTuple):
-    """What the objective makes of an importance ratio w."""
+    """Treatment of the importance ratio w."""
 
     clip: tuple[float, float] | None
     """Of fresh tokens w is clipped to [1 - clip[0], 1 + clip[1]]; None: w is not clipped."""
@@ -170,7 +195,7 @@ class ScoredTokens(NamedTuple):
 
 
 class PolicyTerms(NamedTuple):
-    """What turns log-probabilities into the loss."""
+    """Terms of the loss but for the log-probabilities."""
 
     tokens: PolicyTokens
     surrogate: Surrogate

@@ -1,4 +1,4 @@
-"""What is computed of tokens and responses around the head, in plain PyTorch: objective, advantages, means of segments.
+"""Objective, advantages and means of segments in plain PyTorch.
 
 The objective is that of ExGRPO (arXiv 2510.02245), mixed-policy: fresh tokens follow the clipped surrogate, replayed
 tokens the shaped importance ratio. Sums over ragged segments give the same bits on every run: there are no scattered

@@ -9,7 +9,7 @@ both modes of autograd and by torch.func, are right.
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import IGNORED, PRESENT, LogProb, PolicyLoss, compute_dtype
+from exgrpo.kernels.inputs import IGNORED, PRESENT, HeadArguments, LogProb, LossArguments, PolicyLoss, compute_dtype
 
 MAX_LOG_RATIO = 20.0
 
@@ -25,7 +25,7 @@ def linear_log_prob(
     kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> LogProb:
-    """See :func:`exgrpo.kernels.linear_log_prob`."""
+    """Return log-probabilities and entropies, as :func:`exgrpo.kernels.linear_log_prob` does."""
     dtype = compute_dtype(hidden.dtype)
     flat = target.reshape(-1)
     active = (flat != ignore_index).nonzero(as_tuple=True)
@@ -67,30 +67,13 @@ def linear_policy_loss(
     kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> PolicyLoss:
-    """See :func:`exgrpo.kernels.linear_policy_loss`."""
+    """Return the loss from hidden states, as :func:`exgrpo.kernels.linear_policy_loss` does."""
     active = target != ignore_index if mask is None else (target != ignore_index) & mask
-    log_prob, entropy = linear_log_prob(
-        hidden,
-        weight,
-        target.masked_fill(~active, ignore_index),
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        kept=kept,
-        ignore_index=ignore_index,
-    )
-    return policy_loss(
-        log_prob,
-        old_log_prob,
-        advantage,
-        replayed=replayed,
-        clip=clip,
-        beta=beta,
-        entropy=entropy,
-        entropy_coef=entropy_coef,
-        normalizer=normalizer,
-        mask=active,
-    )
+    target = target.masked_fill(~active, ignore_index)
+    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    log_prob, entropy = linear_log_prob(hidden, weight, target, **given._asdict())
+    terms = LossArguments(replayed, clip, beta, entropy_coef, normalizer, active)
+    return policy_loss(log_prob, old_log_prob, advantage, entropy=entropy, **terms._asdict())
 
 
 def policy_loss(
@@ -106,7 +89,7 @@ def policy_loss(
     normalizer: float | Tensor | None = None,
     mask: Tensor | None = None,
 ) -> PolicyLoss:
-    """See :func:`exgrpo.kernels.policy_loss`."""
+    """Return the loss from log-probabilities, as :func:`exgrpo.kernels.policy_loss` does."""
     everywhere = torch.ones_like(log_prob, dtype=torch.bool)
     mask = everywhere if mask is None else mask
     entropy = torch.zeros_like(log_prob) if entropy is None else entropy
@@ -133,18 +116,18 @@ def policy_loss(
 
 
 def importance_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """See :func:`exgrpo.kernels.importance_ratio`."""
+    """Return the ratios, as :func:`exgrpo.kernels.importance_ratio` does."""
     dtype = compute_dtype(log_prob.dtype)
     return (log_prob.to(dtype) - old_log_prob.to(dtype)).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def shape_ratio(ratio: Tensor, beta: float) -> Tensor:
-    """See :func:`exgrpo.kernels.shape_ratio`."""
+    """Return shaped ratios, as :func:`exgrpo.kernels.shape_ratio` does."""
     return ratio / (ratio + beta)
 
 
 def group_advantage(reward: Tensor, group: Tensor, *, scale_by_std: bool = False) -> Tensor:
-    """See :func:`exgrpo.kernels.group_advantage`."""
+    """Return advantages, as :func:`exgrpo.kernels.group_advantage` does."""
     reward = reward.to(compute_dtype(reward.dtype))
     advantage = torch.zeros_like(reward)
     for identity in group.unique():
@@ -169,18 +152,10 @@ def sequence_entropy(
     kept: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> Tensor:
-    """See :func:`exgrpo.kernels.sequence_entropy`."""
+    """Return mean entropies, as :func:`exgrpo.kernels.sequence_entropy` does."""
+    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
     with torch.no_grad():
-        entropy = linear_log_prob(
-            hidden,
-            weight,
-            target,
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            kept=kept,
-            ignore_index=ignore_index,
-        ).entropy
+        entropy = linear_log_prob(hidden, weight, target, **given._asdict()).entropy
     means = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         active = target[start:end] != ignore_index
@@ -189,7 +164,7 @@ def sequence_entropy(
 
 
 def _allowed(kept: tuple[Tensor, Tensor], vocabulary: int) -> Tensor:
-    """The words over which each token's softmax is, bool [T, V]."""
+    """Return the words over which each token's softmax is, bool [T, V]."""
     ids, offsets = kept
     sizes = offsets.diff()
     allowed = (sizes == 0).unsqueeze(1).repeat(1, vocabulary)

@@ -1,179 +1,150 @@
-"""Whether a backend computes rightly on this machine: held against plain PyTorch on a small case, before it is used.
+"""Comparison of a backend with plain PyTorch on small cases, before its first use in a dtype on a device.
 
-Each process tests a backend before its first call of a kind (see `trials`), in some milliseconds and without a trace in
-the state of any random generator. EXGRPO_SELF_TEST=0 leaves the tests out.
-
-A backend passes if its error against float64 is at most FACTOR times that of the torch backend in the same dtype and
-under the same settings, TF32 for instance, plus some roundings, since plain torch may be exact by chance.
-
-The test runs in a thread of its own. None of the caller's modes (autocast, inference mode, torch.func) holds there, and
-the caller can leave it behind if it does not end. Nothing can stop it then: on a CPU it goes on in the background. On a
-GPU the driver may then wait in any further call, and after an illegal memory access every further call fails: the
-process cannot go on with another backend, which is an error that says how to start again.
+A backend passes if its errors against float64 are at most FACTOR times those of plain torch in the same dtype and under
+the same settings (TF32, for instance), plus some roundings. EXGRPO_SELF_TEST=0 leaves the test out.
 """
 
 import os
 import threading
-import time
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate, cycle
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from exgrpo.kernels import backend_choice
+from exgrpo.kernels import inputs
+from exgrpo.kernels.chunks import walks
 from exgrpo.kernels.chunks.passes import Backend
-from exgrpo.kernels.inputs import compute_dtype
-from exgrpo.kernels.trials import GRADIENT, Outcomes, Trial
+from exgrpo.kernels.inputs import Kept, Needed, PolicyTerms, PolicyTokens, compute_dtype
 
 ENVIRONMENT = "EXGRPO_SELF_TEST"
 PLAIN = "torch"
-"""The backend that the others are held against."""
-LIMIT = 300.0
-"""Seconds that a test may take: compilers, whose time counts, take some tens of them."""
-DEVICE_LIMIT = 30.0
-"""Seconds in which a GPU has to finish what is queued when a test has failed."""
+LIMIT = 300.0  # seconds; compilers take some tens of them
 FACTOR = 5.0
-"""Of two such errors. With TF32 one was 3.2 times the other on an H100."""
-ROUNDINGS = 256
-"""Of the compute dtype, relative to an entry plus the typical one: 3e-5 in float32."""
-GRADIENT_ROUNDINGS = 8
-"""Of the operands' dtype, where it is the coarser one: 16-bit products may round one of their factors."""
-LEAST = 1e-11
-"""Of float64, whose exact value has an error of its own."""
+"""Ratio of two right errors at most: with TF32 one was 3.2 times the other on an H100."""
+TOKENS, WIDTH, VOCABULARY, UNLIKELY, SPREAD = 33, 48, 1031, 1, 8.0
+"""UNLIKELY has a target next to impossible, where fused products change the anchor: its logits are SPREAD wider."""
+SIZES = (3, 0, 8, 1, 300)
+"""Sets of words: pairs, the whole vocabulary, one word alone, and a large part."""
 
-_VERDICTS: dict[tuple[str, Trial], str] = {}
+_VERDICTS: dict[tuple[str, torch.device, torch.dtype], str] = {}
 _LOCK = threading.Lock()
-_AGREED: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, Trial], str]]" = WeakKeyDictionary()
 
 
-def verdicts() -> dict[tuple[str, Trial], str]:
-    """What has been tested in this process: by backend and trial what is wrong, empty where nothing is."""
-    return dict(_VERDICTS)
-
-
-def forget() -> None:
-    """Have everything tested again: for tests."""
-    _VERDICTS.clear()
-    _AGREED.clear()
-
-
-def fault(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
-    """What is wrong with a backend, as a sentence; empty where nothing is, or where it is not tested.
-
-    Raises:
-        RuntimeError: it has left the GPU in a state in which this process cannot use it.
-    """
+def fault(name: str, device: torch.device, dtype: torch.dtype, load: Callable[[str], Backend]) -> str:
+    """Return what is wrong with a backend, "" if it passes or is not tested; RuntimeError: the GPU is lost."""
     if name == PLAIN or os.environ.get(ENVIRONMENT, "1") == "0":
         return ""
     with _LOCK:
-        if (name, trial) not in _VERDICTS:
-            if trial.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if (key := (name, device, dtype)) not in _VERDICTS:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return ""  # a capture admits no waiting
-            _VERDICTS[name, trial] = _tested(name, trial, load)
-        return _VERDICTS[name, trial]
+            _VERDICTS[key] = _tested(name, device, lambda: _compared(load(name), load(PLAIN), device, dtype))
+        return _VERDICTS[key]
 
 
-def agreed(found: str, name: str, trial: Trial, group: "dist.ProcessGroup | None") -> str:
-    """What is wrong on this rank, or on another one of a group; a collective call, once for each group and trial.
-
-    It takes place whether or not this rank tests, or has the backend: settings that differ cannot part the ranks.
-    """
-    if group is None or name == PLAIN:
-        return found
-    known = _AGREED.setdefault(group, {})
-    if (name, trial) not in known:
-        good = torch.tensor(0 if found else 1, device=trial.device)
-        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=group)
-        known[name, trial] = found or ("" if good.item() else "another rank of the vocab_group cannot use it")
-    return known[name, trial]
-
-
-def _tested(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
+def _tested(name: str, device: torch.device, compare: Callable[[], str]) -> str:
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(_compared(name, trial, load)), daemon=True)
+
+    def test() -> None:
+        wrong = compare()
+        with suppress(RuntimeError):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # raises, or never ends, where the GPU is lost
+            found.append(wrong)
+
+    # A thread of its own has none of the caller's modes (autocast, inference mode, torch.func), and can be left behind.
+    thread = threading.Thread(target=test, daemon=True)
     thread.start()
     thread.join(LIMIT)
-    hangs = thread.is_alive()
-    wrong = f"it did not end within {LIMIT:.0f} s" if hangs else "".join(found or ["it ended its thread"])
-    if wrong and trial.device.type == "cuda" and (hangs or not _finishes(trial.device)):
-        raise RuntimeError(
-            f"the {name} backend failed its self-test of {trial}: {wrong}; the GPU is of no more use to this process: "
-            f"start it again with EXGRPO_BACKEND={PLAIN} in the environment"
-        )
-    return wrong
+    if found:
+        return found[0]
+    wrong = f"it did not end within {LIMIT:.0f} s" if thread.is_alive() else "it made the device fail"
+    if device.type != "cuda":
+        return wrong
+    remedy = f"the GPU is lost to this process: start it again with EXGRPO_BACKEND={PLAIN} in the environment"
+    raise RuntimeError(f"the {name} backend failed its self-test: {wrong}; {remedy}")
 
 
 @torch.no_grad()
-def _compared(name: str, trial: Trial, load: Callable[[str], Backend]) -> str:
+def _compared(ours: Backend, plain: Backend, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what is wrong with a backend's results in a few words, "" if they are right."""
     try:
-        exact, plain = (fetched(trial.outcomes(load(PLAIN), exact=wide)) for wide in (True, False))
-    except Exception as error:
-        backend_choice.say(f"the {name} backend goes untested, as plain torch cannot compute {trial}: {_text(error)}")
-        return ""
-    try:
-        ours = fetched(trial.outcomes(load(name)))
+        exact, theirs, found = (_outcomes(*of, device, dtype) for of in ((plain, True), (plain, False), (ours, False)))
     except torch.OutOfMemoryError:
-        return ""  # no fault of the backend: the call itself will say so
+        return ""  # no fault of the backend: the call itself will raise it
     except Exception as error:
-        return f"it raised {_text(error)}"
-    return difference(ours, plain, exact, trial.operand)
-
-
-def difference(
-    ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], operand: torch.dtype
-) -> str:
-    """What is wrong with our results, in a few words; empty where they are right."""
-    # By all values, and all gradients, together: of a single number plain torch may be exact by chance.
-    allowed = {False: 0.0, True: 0.0}
-    for result, true in exact.items():
-        kind = result.startswith(GRADIENT)
-        allowed[kind] = max(allowed[kind], FACTOR * _error(plain[result], true))
-    for result, true in exact.items():
-        if ours[result].shape != true.shape:
-            return f"{result} has shape {list(ours[result].shape)}, where {list(true.shape)} is right"
-        off, bound = _error(ours[result], true), allowed[result.startswith(GRADIENT)] + _roundings(result, operand)
-        if not off <= bound:
-            return f"{result} is off by {off:.1e} of its size, where {bound:.1e} is allowed"
+        return f"it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    for gradients in (False, True):
+        names = [name for name in exact if ("gradient" in name) == gradients]
+        # All results together, as a single one may be exact by chance; 1e-11 is the error of float64 itself.
+        allowed = FACTOR * max(_error(theirs[name], exact[name]) for name in names)
+        allowed += max(1e-11, 256 * torch.finfo(compute_dtype(dtype)).eps)
+        allowed += 8 * torch.finfo(dtype).eps * gradients  # products may round a factor to the operands' dtype
+        for name in names:
+            if found[name].shape != exact[name].shape:
+                return f"{name} has shape {list(found[name].shape)}, where {list(exact[name].shape)} is right"
+            if not (off := _error(found[name], exact[name])) <= allowed:
+                return f"{name} is off by {off:.1e} of its size, where {allowed:.1e} is allowed"
     return ""
 
 
-def fetched(outcomes: Outcomes) -> dict[str, Tensor]:
-    """In float64 and on the CPU: waits for the device."""
-    return {name: value.to("cpu", torch.float64) for name, value in outcomes.items()}
-
-
 def _error(value: Tensor, exact: Tensor) -> float:
-    """The largest error of an entry by its size plus the typical one, the root mean square; NaN where one is NaN."""
-    error, typical = (value - exact).abs(), exact.square().mean().sqrt()
-    return (error / (exact.abs() + typical).clamp(min=torch.finfo(exact.dtype).tiny)).max().item()
+    typical = exact.square().mean().sqrt()  # an entry that is nearly 0 has the errors of the others
+    return ((value - exact).abs() / (exact.abs() + typical).clamp(min=1e-300)).max().item()
 
 
-def _roundings(result: str, operand: torch.dtype) -> float:
-    floating = operand if operand.is_floating_point else torch.float64
-    allowed = max(LEAST, ROUNDINGS * torch.finfo(compute_dtype(floating)).eps)
-    if result.startswith(GRADIENT):
-        allowed = max(allowed, GRADIENT_ROUNDINGS * torch.finfo(floating).eps)
-    return allowed
+def _outcomes(backend: Backend, exact: bool, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return results of all operations by name, on the CPU; ``exact``: in float64 from the same rounded numbers."""
+    plain = _head(exact, device, dtype)
+    slope, number = torch.linspace(-1, 1, TOKENS, device=device), torch.arange(TOKENS, device=device)
+    slope[::5], slope[UNLIKELY] = 0, slope[UNLIKELY] / SPREAD
+    heat = (1.5 + slope).to(compute_dtype(plain.hidden.dtype))
+    ratios = torch.tensor([-0.6, -0.1, 0.1, 0.6], device=device)[number % 4]  # far from the bounds of the clipping
+    needed, surrogate = Needed(True, True, True), inputs.Surrogate((0.2, 0.2), 0.1)
+    found: dict[str, Tensor] = {}
+    for case, temperature, cap, sets, entropy in (
+        ("", None, None, None, 0.0),
+        (" (temperature, entropy)", heat, None, None, 0.05),
+        (" (softcap, sets, entropy)", None, 5.0, plain.options.kept, 0.05),
+    ):
+        head = plain._replace(options=replace(plain.options, temperature=temperature, softcap=cap, kept=sets))
+        (log_prob, spread), saved = walks.log_prob_forward(head, backend)
+        parts = walks.log_prob_backward(head, saved, slope, slope.flip(0) if entropy else None, needed, backend)
+        tokens = PolicyTokens(log_prob - ratios, slope, number % 3 == 0)
+        terms = PolicyTerms(tokens, surrogate, entropy, None)
+        loss, per_token, formed = walks.policy_loss_forward(head, terms, needed, backend)
+        scored = inputs.ScoredTokens(log_prob, spread, tokens, number % 3 != 1)
+        sums, (*_, ratio, _), coefficient = backend.token_objective(scored, surrogate)
+        named = {"log_prob": log_prob, "entropy": spread, "loss": loss, "sums": sums, "ratio": ratio}
+        named |= dict(zip(("own log_prob", "own entropy", "own ratio", "clipped"), per_token, strict=True))
+        named |= {f"gradient of {name}": value for name, value in parts._asdict().items()}
+        named |= {f"gradient of {name} with the loss": value for name, value in formed._asdict().items()}
+        found |= {f"{name}{case}": value for name, value in named.items()}
+        found[f"gradient of tokens{case}"] = coefficient
+    found["gradient times a factor"] = scaled = plain.weight.clone()
+    backend.scale(scaled, heat[2])
+    found["advantage"] = backend.centre_groups(heat, number % 7, True)
+    found["mean"] = backend.segment_mean(heat, number % 3 != 0, torch.tensor([0, 9, 9, 30, TOKENS], device=device))
+    return {name: value.to("cpu", torch.float64) for name, value in found.items()}
 
 
-def _text(error: Exception) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
-
-
-def _finishes(device: torch.device) -> bool:
-    """Whether a GPU completes what is queued on it."""
-    try:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.default_stream(device))
-        deadline = time.monotonic() + DEVICE_LIMIT
-        while not event.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-    except RuntimeError:
-        return False
-    return True
+def _head(exact: bool, device: torch.device, dtype: torch.dtype) -> inputs.Head:
+    """Return a head with bias and sets of words; one target in seven is left out."""
+    random, shapes = torch.Generator("cpu").manual_seed(20251002), ((TOKENS, WIDTH), (VOCABULARY, WIDTH), VOCABULARY)
+    hidden, weight, bias = (torch.randn(s, generator=random, dtype=torch.float32, device="cpu") for s in shapes)
+    hidden[UNLIKELY] *= SPREAD
+    weight /= WIDTH**0.5
+    target = torch.arange(TOKENS, device="cpu") * 29
+    target[UNLIKELY] = (weight @ hidden[UNLIKELY] + bias).argmin()
+    words = [(one + 7 * torch.arange(n, device="cpu")) % VOCABULARY for one, n in zip(target, cycle(SIZES))]
+    offsets = torch.tensor([0, *accumulate(map(len, words))], device=device)
+    target[::7] = inputs.LEFT_OUT
+    operand = torch.float64 if exact else dtype
+    hidden, weight, bias = (values.to(dtype).to(device, operand) for values in (hidden, weight, bias))
+    sets, shard = Kept(torch.cat(words).int().to(device), offsets), inputs.VocabShard.whole(VOCABULARY)
+    return inputs.Head(
+        hidden, weight, bias, target.to(device), inputs.HeadOptions(None, None, operand, shard, kept=sets)
+    )

@@ -1,5 +1,6 @@
 import os
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ if INTERPRETING:
 INTERPRETED = ("test_triton_fused", "test_cuda_backend", "test_combinations", "test_vocab_group")
 """Of the files of what is interpreted here: tests of a backend are everywhere."""
 if "triton" in BACKENDS:
+    from exgrpo.kernels.triton_chunks import triton_passes
     from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
 
 
@@ -113,19 +115,16 @@ def set_chunk(monkeypatch):
 
 
 @pytest.fixture
-def launch_table(monkeypatch, tmp_path):
-    """Lays a launch table over the shipped one."""
+def set_plan(monkeypatch):
+    """Sets fields of the launch plan of every width, dtype and machine."""
+    return partial(set_plan_fields, monkeypatch)
+
+
+def set_plan_fields(monkeypatch, **fields):
     from exgrpo.kernels.triton_chunks import launch
 
-    def lay(text):
-        path = tmp_path / "launch.toml"
-        path.write_text(text, encoding="utf-8")
-        monkeypatch.setenv(launch.ENVIRONMENT, str(path))
-        launch.forget()
-        return path
-
-    yield lay
-    launch.forget()
+    chosen = replace(launch.planned(launch.architecture(DEVICE), torch.float32, 64), **fields)
+    monkeypatch.setattr(triton_passes, "plan", lambda *_: chosen)
 
 
 def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):

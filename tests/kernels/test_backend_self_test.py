@@ -1,9 +1,10 @@
-"""Backends that are made wrong are found out before their first call, and the right ones never are."""
+"""Backends that are made wrong in one place are found out before their first use, and the right ones never are."""
 
 import random
 import threading
 from contextlib import contextmanager
 from itertools import cycle, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,32 +18,21 @@ from exgrpo.kernels import (
     group_advantage,
     linear_log_prob,
     linear_policy_loss,
-    policy_loss,
     self_test,
-    sequence_entropy,
 )
-from exgrpo.kernels.trials import TokenTrial, Trial, head_trials
+from exgrpo.kernels.chunks.softmax import PolicyRows
+from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses
+from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 from tests.gloo import on_ranks
 
-from .support import make_case
-from .wrong_backends import (
-    DEFECTS,
-    PLACES,
-    TORCH,
-    group_call,
-    head_call,
-    install,
-    loss_call,
-    mean_call,
-    passes_with,
-    refuse,
-    row_of,
-)
+CPU = torch.device("cpu")
+TORCH = dispatch.load("torch")
+FUNCTIONS = ("KEPT_PART", "passes_of", "kept_passes_of", "masked_passes_of", "token_objective", "centre_groups")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Nothing has been tested or said, and the backend of CPUs is there."""
+    """Nothing has been tested or printed, and the backend of CPUs is there."""
     for name in ("EXGRPO_BACKEND", self_test.ENVIRONMENT, "EXGRPO_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(extension, "MISSING", "")
@@ -53,119 +43,180 @@ def fresh(monkeypatch):
 
 
 def forget():
-    self_test.forget()
+    self_test._VERDICTS.clear()
+    dispatch._AGREED.clear()
     backend_choice.say.cache_clear()
 
 
-def seeded(call, **more):
-    torch.manual_seed(5)
-    return call(**more)
+def install(monkeypatch, **functions):
+    """Makes the cpu backend one that is plain torch but for some functions."""
+    names = (*FUNCTIONS, "scale", "segment_mean")
+    backend = SimpleNamespace(**{name: getattr(TORCH, name) for name in names} | functions)
+    monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
+
+
+def passes_with(base=TorchPasses, of="passes_of", **methods):
+    """Passes of plain torch with some methods of their own; each gets what the right one returns."""
+
+    def method(name, change):
+        return lambda self, *given, **more: change(getattr(base, name)(self, *given, **more))
+
+    return {of: type("Changed", (base,), {name: method(name, change) for name, change in methods.items()})}
+
+
+def log_prob_of(bad):
+    """Changes the log-probabilities that a pass returns."""
+    return lambda found: (found[0], found[1]._replace(log_prob=bad(found[1].log_prob)))
+
+
+def ratio_of(bad):
+    """Changes the ratios that a pass returns: a row of the results of the call."""
+
+    def change(rows: PolicyRows):
+        rows.ratio.copy_(bad(rows.ratio))
+        return rows
+
+    return change
+
+
+def values_of(bad):
+    """Changes the gradient that a pass returns."""
+    return lambda gradient: gradient._replace(values=bad(gradient.values))
+
+
+def one_entry(values, entry):
+    values = values.clone()
+    values.view(-1)[values.numel() // 2] = entry
+    return values
+
+
+def refuse(_):
+    raise ValueError("no such instruction\non this machine")
+
+
+def scaled_wrongly(bad):
+    def scale(values, factor):
+        TORCH.scale(values, factor)
+        values.copy_(bad(values))
+
+    return scale
+
+
+PLACES = {
+    "log_prob": lambda bad: passes_with(finished=log_prob_of(bad)),
+    "gradient": lambda bad: passes_with(chunk_gradient=values_of(bad)),
+    "gradient over sets": lambda bad: passes_with(KeptPasses, "kept_passes_of", chunk_gradient=values_of(bad)),
+    "ratio": lambda bad: passes_with(policy=ratio_of(bad)),
+    "tokens": lambda bad: {
+        "token_objective": lambda *a: (found := TORCH.token_objective(*a))._replace(coefficient=bad(found.coefficient))
+    },
+    "groups": lambda bad: {"centre_groups": lambda *a: bad(TORCH.centre_groups(*a))},
+    "segments": lambda bad: {"segment_mean": lambda *a: bad(TORCH.segment_mean(*a))},
+    "scale": lambda bad: {"scale": scaled_wrongly(bad)},
+}
+DEFECTS = {
+    "a little": lambda values: values * 1.0005,
+    "one entry": lambda values: one_entry(values, 7.0),
+    "nan": lambda values: one_entry(values, torch.nan),
+    "much": lambda values: values + 100,
+    "raises": refuse,
+}
+
+
+def advantages(**more):
+    return group_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), **more)
 
 
 @pytest.mark.parametrize(
     ("place", "defect"), [*zip(PLACES, cycle(DEFECTS), strict=False), ("gradient", "raises"), ("gradient", "nan")]
 )
 def test_a_wrong_backend_is_left_out_and_that_is_said_once(place, defect, monkeypatch, capfd):
-    call, spoil = PLACES[place]
     monkeypatch.setenv("EXGRPO_BACKEND", "torch")
-    right = seeded(call)
+    right = advantages()
     monkeypatch.delenv("EXGRPO_BACKEND")
-    install(monkeypatch, **spoil(DEFECTS[defect]))
+    install(monkeypatch, **PLACES[place](DEFECTS[defect]))
     for _ in range(2):
-        for mine, true in zip(seeded(call), right, strict=True):
-            assert torch.equal(mine, true)
+        assert torch.equal(advantages(), right)
     (line,) = capfd.readouterr().err.splitlines()
-    said = "exgrpo: the torch backend computes on cpu, as cpu is not available: it failed its self-test of "
-    assert line.startswith(said)
+    begin = (
+        "exgrpo: the torch backend computes on cpu, as cpu is not available: it failed its self-test in torch.float32"
+    )
+    assert line.startswith(begin)
     assert line.endswith(f" ({dispatch.REPORT})")
-    said = {"raises": ": it raised ValueError: no such instruction (", "shape": ""}
-    assert said.get(defect, " is off by ") in line
-    assert [name for (name, _), fault in self_test.verdicts().items() if fault] == ["cpu"]
+    assert (": it raised ValueError: no such instruction (" if defect == "raises" else " is off by ") in line
 
 
-@pytest.mark.parametrize("call", [head_call, loss_call])
-def test_a_backend_that_was_named_is_an_error(call, monkeypatch, capfd):
-    install(monkeypatch, **passes_with(gradient=DEFECTS["much"]))
-    expected = r"backend='cpu': it failed its self-test of linear_.* on cpu\): .*; expected auto or torch, or EXGRPO"
+def test_a_result_of_another_shape_is_wrong(monkeypatch):
+    install(monkeypatch, segment_mean=lambda *a: TORCH.segment_mean(*a)[:-1])
+    assert self_test.fault("cpu", CPU, torch.float32, dispatch.load) == "mean has shape [3], where [4] is right"
+
+
+def test_a_backend_that_was_named_is_an_error(monkeypatch, capfd):
+    install(monkeypatch, **passes_with(chunk_gradient=values_of(DEFECTS["much"])))
+    expected = r"backend='cpu': it failed its self-test in torch.float32 on cpu: .*; expected auto or torch, or EXGRPO"
+    monkeypatch.setenv("EXGRPO_BACKEND", "cpu")
     for _ in range(2):
         with pytest.raises(RuntimeError, match=expected):
-            call(backend="cpu")
-    monkeypatch.setenv("EXGRPO_BACKEND", "cpu")
+            advantages()
     with pytest.raises(RuntimeError, match=expected):
-        call()
+        score(None, "cpu")
     assert not capfd.readouterr().err
 
 
-def test_a_right_backend_is_tested_once_for_each_kind_of_call_but_for_a_switch(monkeypatch):
+def test_a_right_backend_is_tested_once_for_each_dtype_but_for_a_switch(monkeypatch):
     computed = []
     install(monkeypatch, centre_groups=lambda *given: computed.append(given) or TORCH.centre_groups(*given))
-    reward, group = torch.rand(4), torch.tensor([0, 0, 1, 1])
     monkeypatch.setenv(self_test.ENVIRONMENT, "0")
-    group_advantage(reward, group)
+    advantages()
     assert len(computed) == 1
-    assert not self_test.verdicts()
     monkeypatch.delenv(self_test.ENVIRONMENT)
     for _ in range(3):
-        group_advantage(reward, group)
+        advantages()
     assert len(computed) == 1 + 1 + 3
-    group_advantage(reward, group, scale_by_std=True)
-    group_advantage(reward.double(), group)
-    assert len(computed) == 5 + 2 + 2
-    assert list(self_test.verdicts().values()) == [""] * 3
+    group_advantage(torch.zeros(2, dtype=torch.float64), torch.arange(2))
+    score(None)
+    assert len(computed) == 5 + 2
+    assert list(self_test._VERDICTS) == [("cpu", CPU, torch.float32), ("cpu", CPU, torch.float64)]
 
 
-def test_one_that_does_not_end_is_left_behind(monkeypatch, capfd):
-    end, test = threading.Event(), threading.current_thread()
-
-    def waiting(values):
-        if threading.current_thread() is not test:
-            end.wait()
-        return values
-
+def test_a_test_that_does_not_end_is_left_behind(monkeypatch, capfd):
+    end = threading.Event()
+    install(monkeypatch, centre_groups=lambda *given: end.wait(20) and TORCH.centre_groups(*given))
     monkeypatch.setattr(self_test, "LIMIT", 0.2)
-    install(monkeypatch, **PLACES["segments"][1](waiting))
-    mean_call()
+    advantages()
+    assert "it failed its self-test in torch.float32 on cpu: it did not end within 0 s" in capfd.readouterr().err
     end.set()
-    assert ": it did not end within 0 s (" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_a_gpu_that_is_of_no_more_use_is_an_error(hangs, monkeypatch):
-    """After an illegal access, or with a kernel that never ends, no other backend can go on."""
+@pytest.mark.parametrize("wrong", ["it did not end within 0 s", "it made the device fail"])
+def test_a_gpu_that_is_lost_is_an_error(wrong, monkeypatch):
     end = threading.Event()
 
-    class OnGpu(Trial):
-        operation = "made_up"
-
-        def outcomes(self, backend, *, exact=False):
-            if backend == "cuda":
-                end.wait() if hangs else refuse(backend)
-            return {"zero": torch.zeros(1)}
+    def lost(device):
+        raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(self_test, "LIMIT", 0.2)
-    monkeypatch.setattr(self_test, "_finishes", lambda device: False)
+    monkeypatch.setattr(self_test, "_compared", lambda *_: end.wait(20 * ("end" in wrong)) or "")
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    wrong = "it did not end within 0 s" if hangs else "it raised ValueError: no such instruction"
-    with pytest.raises(
-        RuntimeError, match=f"made_up .*: {wrong}; the GPU is of no more use .* EXGRPO_BACKEND=torch in"
-    ):
-        self_test.fault("cuda", OnGpu(torch.device("cuda", 0), torch.float32), lambda name: name)
+    with pytest.raises(RuntimeError, match=f"the cuda backend .*: {wrong}; the GPU is lost .* EXGRPO_BACKEND=torch in"):
+        self_test.fault("cuda", torch.device("cuda", 0), torch.float32, lambda name: name)
     end.set()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_capture_is_not_disturbed(device):
-    trial = TokenTrial(torch.device("cuda", 0), torch.float32, *[True] * 5)
+    call = "triton", torch.device("cuda", 0), torch.float32, dispatch.load
     value, graph, before = torch.zeros(1, device=device), torch.cuda.CUDAGraph(), torch.cuda.get_rng_state()
     with torch.cuda.graph(graph):
         value += 1
-        assert not self_test.fault("triton", trial, dispatch.load)
-    assert not self_test.verdicts()
+        assert not self_test.fault(*call)
+    assert not self_test._VERDICTS
     graph.replay()
     assert value.item() == 1
-    assert not self_test.fault("triton", trial, dispatch.load)
-    assert list(self_test.verdicts().values()) == [""]
+    assert not self_test.fault(*call)
+    assert list(self_test._VERDICTS.values()) == [""]
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
@@ -212,7 +263,7 @@ CALLERS = {
 
 @pytest.mark.parametrize(("caller", "wrong"), [*product(CALLERS, [False]), ("inference", True), ("vmap", True)])
 def test_the_callers_modes_and_random_numbers_are_left_alone(caller, wrong, monkeypatch):
-    install(monkeypatch, **passes_with(policy=row_of(ratio=DEFECTS["a little"])) if wrong else {})
+    install(monkeypatch, **passes_with(policy=ratio_of(DEFECTS["a little"])) if wrong else {})
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(5, 8, generator=generator), torch.randn(30, 8, generator=generator), torch.arange(5)
     tokens = torch.full((5,), -3.0), torch.ones(5)
@@ -220,33 +271,14 @@ def test_the_callers_modes_and_random_numbers_are_left_alone(caller, wrong, monk
     CALLERS[caller](lambda: linear_policy_loss(*given, *tokens))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    (found,) = self_test.verdicts().values()
-    assert found.startswith("ratio is off by ") if wrong else not found
+    (found,) = self_test._VERDICTS.values()
+    assert found.startswith("own ratio is off by ") if wrong else not found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "options"),
-    [
-        (torch.float32, 1, {}),
-        (torch.bfloat16, 40, {"softcap": 5.0, "bias": True}),
-        (torch.float16, 1000, {}),
-        (torch.float64, 640, {"temperature": 0.7}),
-    ],
-)
-def test_right_backends_pass(options, width, dtype, backend, device, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_right_backends_pass(dtype, backend, device, monkeypatch):
     monkeypatch.undo()
-    inputs = make_case(6, width, 20, dtype, device, **options)
-    inputs.log_prob(backend=backend)
-    tokens = torch.full((6,), -3.0, device=device), torch.ones(6, device=device)
-    replayed = torch.tensor([True, False] * 3, device=device)
-    for more in ({"entropy_coef": 0.1, "clip": None}, {"replayed": replayed}, {"replayed": replayed, "beta": None}):
-        inputs.policy_loss(*tokens, backend=backend, **more)
-    monkeypatch.setenv("EXGRPO_BACKEND", backend)
-    policy_loss(tokens[0].to(dtype), *tokens, replayed=replayed, mask=replayed, entropy=tokens[1], entropy_coef=0.1)
-    group_advantage(tokens[1].to(dtype), torch.arange(6, device=device) // 4, scale_by_std=True)
-    sequence_entropy(inputs.hidden, inputs.weight, inputs.target, torch.tensor([0, 6], device=device))
-    assert not any(self_test.verdicts().values())
-    assert bool(self_test.verdicts()) == (backend != "torch")
+    assert not self_test.fault(backend, device, dtype, dispatch.load)
 
 
 def score(group, backend="auto"):
@@ -265,15 +297,13 @@ def one_rank_is_wrong(rank):
         dist.barrier()
         with pytest.MonkeyPatch.context() as patch:
             change = DEFECTS["much"] if differs == "wrong" else lambda values: values * (1 + 1e-6)
-            install(patch, **passes_with(finished=row_of(log_prob=change)))
+            install(patch, **passes_with(finished=log_prob_of(change)))
             patch.setattr(extension, "MISSING", "it was not built" if differs == "missing" else "")
             patch.setenv(self_test.ENVIRONMENT, "0" if differs == "untested" else "1")
             for _ in range(2):
                 assert torch.equal(score(group), score(group, "torch")) == (how in ("wrong", "missing"))
             if how == "wrong":
-                fault = (
-                    "another rank of the vocab_group cannot use it" if rank == 0 else "it failed .* log_prob is off by"
-                )
+                fault = "another rank of the vocab_group cannot" if rank == 0 else "it failed .* log_prob is off by"
                 with pytest.raises(RuntimeError, match=f"backend='cpu': {fault}.*; expected auto or torch"):
                     score(group, "cpu")
 
@@ -283,24 +313,23 @@ def test_all_ranks_of_a_group_take_the_same_backend(tmp_path):
 
 
 def test_what_one_process_passes_over_another_one_leaves_out(monkeypatch, capfd):
-    cpu = torch.device("cpu")
-    shape = head_trials(cpu, torch.float32, 4096)
     with monkeypatch.context() as this_process:
         install(this_process)
-        assert dispatch.passed_over("auto", shape) == {}
+        assert dispatch.passed_over("auto", CPU, torch.float32) == {}
     with monkeypatch.context() as other_process:
-        self_test.forget()
-        install(other_process, **passes_with(gradient=DEFECTS["much"]))
-        passed_over = dispatch.passed_over("auto", shape)
+        self_test._VERDICTS.clear()
+        install(other_process, **passes_with(chunk_gradient=values_of(DEFECTS["much"])))
+        passed_over = dispatch.passed_over("auto", CPU, torch.float32)
         with pytest.raises(RuntimeError, match="backend='cpu': it failed its self-test"):
-            dispatch.passed_over("cpu", shape)
+            dispatch.passed_over("cpu", CPU, torch.float32)
     assert list(passed_over) == ["cpu"]
-    assert dispatch.passed_over("torch", shape) == dispatch.passed_over("reference", shape) == {}
+    for name in ("torch", "reference"):
+        assert dispatch.passed_over(name, CPU, torch.float32) == {}
     assert not capfd.readouterr().err
     dispatch.leave_out(passed_over)
     for _ in range(2):
-        group_call()
+        advantages()
     line = f"exgrpo: the torch backend computes on cpu, as cpu is not available: {passed_over['cpu']}"
     assert capfd.readouterr().err.splitlines() == [line]
-    with pytest.raises(RuntimeError, match="backend='cpu': it failed its self-test of linear_policy_loss"):
-        head_call("cpu")
+    with pytest.raises(RuntimeError, match="backend='cpu': it failed its self-test in torch.float32"):
+        score(None, "cpu")

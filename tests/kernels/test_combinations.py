@@ -98,7 +98,7 @@ def results_and_gradients(inputs, options, tokens, functions, frozen, entropy_co
     return [*found, loss], [torch.autograd.grad(scalar, wanted) for scalar in scalars if wanted]
 
 
-@settings(max_examples=20 if os.environ.get("TRITON_INTERPRET") else 60)
+@settings(max_examples=12 if os.environ.get("TRITON_INTERPRET") else 60)
 @given(setting=any_setting())
 def test_any_combination(setting, group):
     """Against the oracle in float64 on the operands as they are rounded."""

@@ -17,9 +17,7 @@ if not (ON_GPU or INTERPRETING):
 
 from exgrpo.kernels import linear_log_prob
 from exgrpo.kernels.cuda_chunks.binding import Call
-from exgrpo.kernels.triton_chunks import launch
 
-from .conftest import DEVICE
 from .support import assert_as_good, make_case
 from .test_linear_policy_loss import check
 
@@ -42,10 +40,8 @@ def launched(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fused(launch_table):
-    """A launch table that wants fused products in all 16-bit dtypes."""
-    section = launch.architecture(DEVICE)
-    launch_table("".join(f'[{section}.{dtype}]\nlogits = "fused"\n' for dtype in ("bfloat16", "float16")))
+def fused(set_plan):
+    set_plan(fused=True)
 
 
 @pytest.mark.parametrize("impossible", [False, True])

@@ -43,10 +43,13 @@ def test_a_line_for_each_backend(monkeypatch):
     run = subprocess.run([sys.executable, "-W", "ignore", "-m", "exgrpo.kernels"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith(f"exgrpo {exgrpo.__version__} in {Path(exgrpo.__file__).parents[1]}, torch ")
-    lines = [line.split(maxsplit=2) for line in run.stdout.splitlines()[2:]]
+    _, backends, choices = run.stdout.split("\n\n")
+    lines = [line.split(maxsplit=2) for line in backends.splitlines()[1:]]
     assert [name for device, name, _ in lines if device == "cpu"] == list(dispatch.BACKENDS)
-    assert all(text.startswith(("right, float32 ", "not available: ")) for *_, text in lines)
-    assert sum(text.count(" (the default)") for *_, text in lines) == 2 * len({device for device, *_ in lines})
+    assert all(text.startswith(("right", "not available: ", "plain PyTorch")) for *_, text in lines)
+    taken = {name for line in choices.splitlines()[1:] for name in line.split()[2:]}
+    assert taken <= {name for _, name, text in lines if not text.startswith("not")}
+    assert len(choices.splitlines()) == 1 + 4 * len({device for device, *_ in lines})
 
 
 def test_reference_has_no_vocab_group(tmp_path):

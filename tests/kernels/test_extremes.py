@@ -62,8 +62,8 @@ def test_logits_far_from_zero(shift, backend, device):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.05}, {"softcap": 30.0}], ids=str)
 def test_logits_hundreds_of_nats_wide(options, backend, device):
-    case = make_case(100, 64, 301, torch.float32, device, spread=200.0, **options)
-    upstream = torch.randn(2, 100, device=device)
+    case = make_case(40, 64, 301, torch.float32, device, spread=200.0, **options)
+    upstream = torch.randn(2, 40, device=device)
 
     def run(case, function, **more):
         result = case.log_prob(function, **more)

@@ -20,7 +20,7 @@ from .test_memory import PeakMemory
 
 
 class Path(NamedTuple):
-    """Of a call; ``logits`` is what the launch table says of them, and torch takes the library's product always."""
+    """Of a call; ``logits`` is library or fused, and torch takes the library's product always."""
 
     backend: str
     logits: str
@@ -37,7 +37,6 @@ if DEVICE.type == "cuda":
     PATHS = TORCH + GPU + CUDA * ON_GPU
 if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
-    from exgrpo.kernels.triton_chunks import launch
 
 OPTIONS = [
     {},
@@ -54,8 +53,7 @@ def path(request, monkeypatch):
         return chosen
     if chosen.backend == "cuda" and not ON_GPU:
         emulate_backend(monkeypatch)
-    launch_table = request.getfixturevalue("launch_table")
-    launch_table(f'[{launch.architecture(DEVICE)}.{chosen.dtype}]\nlogits = "{chosen.logits}"\n')
+    request.getfixturevalue("set_plan")(fused=chosen.logits == "fused")
     return chosen
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import library
 
 from exgrpo.kernels import arguments, checks, linear_log_prob, linear_policy_loss, operators
+from exgrpo.kernels.inputs import HeadArguments
 from exgrpo.kernels.operators.linear_log_prob import backward as linear_log_prob_backward
 from exgrpo.kernels.operators.linear_log_prob import forward as linear_log_prob_forward
 from exgrpo.kernels.operators.linear_policy_loss import forward as linear_policy_loss_forward
@@ -24,7 +25,8 @@ HEADS = {
 def flat(case):
     options = {"temperature": 1.0, "softcap": None, **case.options}
     kept = options.pop("kept", None)
-    head = arguments.head(case.hidden, case.weight, case.target, case.bias, *options.values(), -100, None, None, None)
+    given = HeadArguments(case.bias, **options, kept=kept, ignore_index=-100)
+    head = arguments.head(case.hidden, case.weight, case.target, given, None, None, None)
     return flat_head(arguments.keep(head, kept))
 
 

@@ -1,6 +1,6 @@
-"""The launch table, without a GPU: made-up devices."""
+"""The launch plans, without a GPU: made-up devices."""
 
-import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,58 +10,47 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from benchmarks import tune
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.products import row_cost
-from exgrpo.kernels.tables import DTYPES
+from exgrpo.kernels.timing import Shape
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.triton_chunks.triton_passes import rows_of
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 GPU = torch.device("cuda")
 VOCABULARY = 152064
 SHARED_LIMIT = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}  # KiB of a program
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """Sets architecture and memory of the device; no table of one's own is in the environment."""
-
-    def set_machine(architecture, gibibytes=140):
-        monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-        monkeypatch.setattr(launch, "_memory", lambda device: gibibytes << 30)
-        launch.forget()
-
-    monkeypatch.delenv(launch.ENVIRONMENT, raising=False)
-    set_machine("sm_90")
-    yield set_machine
-    launch.forget()
-
-
 @pytest.mark.parametrize("architecture", [*KNOWN, "cpu", "sm_75", "gfx1100"])
-def test_every_machine_has_a_plan(machine, architecture):
-    machine(architecture)
+def test_every_machine_has_a_plan(architecture, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    monkeypatch.setattr(launch, "_memory", lambda device: 140 << 30)
+    launch.plan.cache_clear()
     for dtype, width in product(DTYPES, (64, 2559, 2560, 8192)):
-        plan = launch.plan(GPU, getattr(torch, dtype), width, VOCABULARY)
-        assert plan.fused == (architecture == "sm_90" and dtype in ("bfloat16", "float16"))  # no other was timed yet
-        assert launch.plan(GPU, getattr(torch, dtype), width, 129).rows.block == 256
+        plan = launch.plan(GPU, dtype, width, VOCABULARY)
+        assert plan.fused == (architecture == "sm_90" and dtype.itemsize == 2)  # no other was timed yet
+        assert launch.plan(GPU, dtype, width, 129).rows.block == 256
         assert plan.rows.block.bit_count() == plan.rows.warps.bit_count() == 1
         assert plan.memory == (16 << 20 if architecture == "cpu" else 1 << 30)
         assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))
         operands = (plan.tile.rows + plan.tile.columns) * plan.tile.depth * 2 * plan.tile.stages
         assert operands <= SHARED_LIMIT.get(architecture, 48) << 10
+    launch.plan.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "older"), [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120")]
-)
-def test_gpus_without_a_section_have_that_of_an_older_one_of_their_generation(name, older, launch_table):
-    for dtype, width_class in product(DTYPES, ("narrow", "wide")):
-        assert launch.setting(name, dtype, width_class) == launch.setting(older, dtype, width_class)
-    launch_table(f"[{name}.bfloat16]\nmemory = 77\n")
-    assert launch.setting(name, "bfloat16", "wide") == launch.setting(older, "bfloat16", "wide") | {"memory": 77}
-    assert launch.setting(older, "bfloat16", "wide")["memory"] != 77
+def test_the_most_specific_plan_decides_and_unknown_gpus_have_that_of_an_older_one():
+    older = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "sm_121": "sm_120"}
+    for (name, known), dtype in product(older.items(), DTYPES):
+        assert launch.planned(name, dtype, 64) == launch.PLANS[known]
+    assert launch.planned("sm_70", torch.bfloat16, 64) == launch.planned("sm_9", torch.float32, 64) == launch.DEFAULT
+    stages = [launch.planned("sm_90", torch.bfloat16, width).tile.stages for width in (2559, 2560)]
+    assert stages == [4, 3]
+    assert launch.planned("sm_90", torch.float32, 64) == launch.PLANS["sm_90"]
 
 
 @pytest.mark.parametrize(
@@ -92,53 +81,41 @@ def test_spans_have_whole_tiles(length, width, processors, rows):
     assert all((b - a) % 128 == 0 for a, b in spans[:-1])
 
 
-def test_the_most_specific_section_decides(machine, launch_table):
-    machine("sm_100")
-    launch_table(
-        """
-        [default]
-        rows = { warps = 2 }
-        [sm_100]
-        memory = 1000
-        [sm_100.bfloat16]
-        memory = 2000
-        tile = { stages = 4 }
-        [sm_100.bfloat16.wide]
-        logits = "fused"
-        memory = 3000
-        [sm_89]
-        memory = 500
-        """
-    )
+@pytest.fixture
+def tuned(monkeypatch):
+    """Tunes a made-up device in bf16, on which a call takes as long as `cost` of its plan says."""
+    monkeypatch.setattr(launch, "PLANS", dict(launch.PLANS))
+    monkeypatch.setattr(tune, "make_inputs", lambda *_: (torch.ones(1), torch.ones(1), None, None))
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
 
-    def plan(dtype, width):
-        return launch.plan(GPU, dtype, width, VOCABULARY)
+    def run(cost, refused=None, wrong=None):
+        def run_with(plan, key, loss):
+            if plan == refused:
+                raise RuntimeError("out of resource: shared memory\nand so on")
+            return torch.full((2,), 2.0 if plan == wrong else 1.0)
 
-    assert plan(torch.float32, 4096).memory == 1000 << 20
-    assert plan(torch.bfloat16, 2559).memory == 2000 << 20
-    assert plan(torch.bfloat16, 2560).memory == 3000 << 20
-    assert [plan(torch.bfloat16, width).fused for width in (2559, 2560)] == [False, True]
-    shipped = launch.TABLE.read(launch.SHIPPED)["sm_100"]
-    assert plan(torch.bfloat16, 64).tile == Tile(**{**shipped["tile"], "stages": 4})
-    assert plan(torch.bfloat16, 64).rows == Launch(shipped["rows"]["block"], warps=2)
+        def interleave(calls, device, budget):
+            return {name: [cost(call.args[0])] for name, call in calls.items()}, {}
+
+        monkeypatch.setattr(tune, "run_with", run_with)
+        monkeypatch.setattr(tune, "interleave", interleave)
+        return tune.tune(Shape(6, 16, 40), torch.bfloat16, torch.device("cpu"), 1.0)
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("text", "entry", "remedy"),
-    [
-        ("[sm_90", "", "expected a TOML file"),
-        ("sm_90 = 3", "sm_90: it is 3", "a section"),
-        ("[sm_90.bfloat17]", "sm_90.bfloat17: unknown key", "bfloat16, float16, float32, float64"),
-        ("[sm_90]\nmemory = 0", "sm_90.memory: it is 0", "a whole number from 1"),
-        ("[sm_90.float32]\nrows.block = 3000", "sm_90.float32.rows.block: it is 3000", "a power of two from 128"),
-        ("[sm_90]\nrows = { warp = 8 }", "sm_90.rows.warp: unknown key", "block, warps"),
-        ('[sm_90]\nlogits = "cublas"', "sm_90.logits: it is 'cublas'", "library or fused"),
-        ('[sm_90]\nlogits = "fused"', "sm_90.logits: only 16-bit", "[sm_90.bfloat16] or [sm_90.float16]"),
-    ],
-)
-def test_a_malformed_table_is_one_clear_error(launch_table, text, entry, remedy):
-    path = launch_table(text)
-    with pytest.raises(ValueError, match=re.escape(f"launch table {path}: {entry}") + ".*" + re.escape(remedy)):
-        launch.plan(GPU, torch.bfloat16, 64, VOCABULARY)
-    with pytest.raises(ValueError, match=r"none.toml.*expected a TOML file like"):
-        launch.TABLE.read(path.with_name("none.toml"))
+BEST = replace(launch.PLANS["sm_90"], fused=True, rows=Launch(2048, 4), tile=Tile(128, 128, 32, 8, 3))
+
+
+def cost(plan):
+    return 1 + (plan.rows != BEST.rows) + 3 * (plan.tile != BEST.tile) * plan.fused + 2 * (not plan.fused)
+
+
+def test_the_tuner_chooses_what_the_clock_says(tuned, capsys):
+    assert tuned(cost) == ("sm_90 bfloat16 narrow", BEST)
+    key, plan = tuned(cost, refused=BEST)
+    assert plan != BEST
+    assert f"{BEST}: skipped, RuntimeError: out of resource: shared memory\n" in capsys.readouterr().out
+    key, plan = tuned(cost, wrong=replace(BEST, fused=False, tile=launch.PLANS[key].tile))
+    assert plan.rows != BEST.rows
+    assert "skipped, its results are wrong" in capsys.readouterr().out

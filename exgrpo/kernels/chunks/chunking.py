@@ -1,4 +1,4 @@
-"""How many tokens are worked on at once."""
+"""Tokens per chunk, and rows per scratch block."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -14,8 +14,7 @@ LEAST_ROWS = 512
 """Tokens of such a chunk, if there are as many, however large the vocabulary: each chunk reads the weight anew."""
 
 GPU_MEMORY = 1 << 30
-"""`memory` of the Triton backend where a call gives none and its launch table says nothing else: what an estimate can
-know."""
+"""`memory` of the Triton backend where a call gives none."""
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 """Size of the scratch buffer of the elementwise passes: on a CPU it stays in cache."""

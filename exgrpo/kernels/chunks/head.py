@@ -1,4 +1,4 @@
-"""One call's walk through its tokens, a chunk at a time, and the gradients gathered on the way."""
+"""The tokens of a call in chunks, and the sums of their gradients."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
-from exgrpo.kernels.chunks.products import Products
+from exgrpo.kernels.chunks.products import LogitGradient, Products
 from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed, compute_dtype
 
 
@@ -24,7 +24,7 @@ class Targets(NamedTuple):
     """0, 1, 2, ..., [rows] int64."""
 
     def select(self, rows: Tensor | slice) -> "Targets":
-        """Those of some of the rows."""
+        """Return some of the rows."""
         position = self.position[rows]
         return Targets(position, None if self.held is None else self.held[rows], self.number[: len(position)])
 
@@ -34,7 +34,7 @@ class Targets(NamedTuple):
         return position.squeeze(1).contiguous()
 
     def put(self, values: Tensor, matrix: Tensor) -> None:
-        """Writes values [rows] at the targets of ``matrix`` [rows, V]."""
+        """Write values [rows] at the targets of ``matrix`` [rows, V]."""
         if matrix.shape[1]:
             # Not scatter_: on a CPU that copies a matrix whose rows do not follow each other without a gap.
             where = self.number, self.position.squeeze(1)
@@ -80,7 +80,7 @@ class ChunkedHead:
 
     @cached_property
     def products(self) -> Products:
-        """Made when it is needed first: it may hold a rounded copy of the weight."""
+        """Products with the weight, of which they may hold a rounded copy: made when they are needed first."""
         return Products(self.head.weight, self.options.operand, self.options.memory)
 
     def chunks(self, start: int, end: int, step: int, tile: int) -> Iterator[Chunk]:
@@ -95,7 +95,7 @@ class ChunkedHead:
             )
 
     def temperature(self, rows: slice = slice(None)) -> Tensor | None:
-        """Those of some tokens of the walk, see `Chunk`."""
+        """Return the temperatures of some tokens of the walk."""
         given = self.options.temperature
         return None if given is None else self.of_tokens(given, rows).to(self.dtype).contiguous()
 
@@ -131,34 +131,32 @@ class GradientSums:
         self.unit = unit
         self.begun = False
 
-    def enter(self, head: ChunkedHead, products: Products, *, once: bool) -> None:
-        """Chunks of this walk, by these products, are next.
+    def enter(self, head: ChunkedHead, written_once: torch.dtype, *, once: bool) -> None:
+        """Begin the chunks of a walk.
 
-        ``once``: there is one chunk at most in all, and the gradient of the weight may be rounded as it is written.
+        ``once``: there is one chunk at most in all, and the gradient of the weight is written in ``written_once``.
         """
-        self.head, self.products = head, products
+        self.head = head
         if self.needed.weight and self.weight is None:
             weight = head.head.weight
-            self.weight = weight.new_empty(weight.shape, dtype=products.written_once if once else head.dtype)
+            self.weight = weight.new_empty(weight.shape, dtype=written_once if once else head.dtype)
 
-    def add(self, chunk: Chunk, rows: Tensor | slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """Adds the gradients of a chunk whose raw products have gradient scale[:, None] * grad_logits [rows, V].
+    def add(self, chunk: Chunk, rows: Tensor | slice, gradient: LogitGradient, scale: Tensor) -> None:
+        """Add the gradients of a chunk whose raw products have gradient scale[:, None] * F [rows, V].
 
-        ``rows`` says where its tokens stand in the walk.
+        ``rows`` are the places of its tokens in the walk.
         """
-        products, factor = self.products, scale.unsqueeze(1)
-        if products.mixed:
-            grad_logits = grad_logits.to(products.operand)
+        factor = scale.unsqueeze(1)
         if self.hidden is not None:
-            found = products.hidden_gradient(grad_logits)
+            found = gradient.hidden_gradient()
             if self.head.order is None and isinstance(rows, slice):
                 torch.mul(found, factor, out=self.hidden[rows])
             else:
                 self.hidden[rows if self.head.order is None else self.head.order[rows]] = found.mul_(factor)
         if self.weight is not None:
-            products.add_weight_gradient(grad_logits, chunk.hidden, factor, self.weight, fresh=self._is_fresh)
+            gradient.add_weight_gradient(chunk.hidden, factor, self.weight, fresh=self._is_fresh)
         if self.bias is not None:
-            products.add_bias_gradient(grad_logits, scale, self.bias)
+            gradient.add_bias_gradient(scale, self.bias)
         self.begun = True
 
     def finish(self) -> Gradients:
@@ -180,12 +178,12 @@ class GradientSums:
 
     @property
     def _is_fresh(self) -> bool:
-        """Whether nothing that is to stay stands in the gradient of the weight yet."""
+        """True if nothing was added to the gradient of the weight yet."""
         return not self.begun and self.weight is not self.given
 
 
 def positions(taking_part: Tensor) -> Tensor | None:
-    """Indices of the True entries of a bool [rows], None when all are. Reads their number: waits for the device."""
+    """Return the indices of the True entries of a bool [rows], None if all are. Waits for the device."""
     index = taking_part.nonzero().squeeze(1)
     return None if index.numel() == taking_part.numel() else index
 
@@ -201,6 +199,15 @@ def packing(kept: Tensor) -> Tensor:
     gaps[kept[staying]] = False
     order[gaps] = kept[~staying]
     return order
+
+
+def compact(matrix: Tensor, kept: Tensor, step: int) -> Tensor:
+    """Move the rows ``kept`` of a matrix to its front, in place, ``step`` at a time, and return them; see `packing`."""
+    # Rows move from behind the front into it, so nothing is overwritten before it is read.
+    gaps = (kept != torch.arange(kept.numel(), device=kept.device)).nonzero().squeeze(1)
+    for start, end in chunking.spans(gaps.numel(), step):
+        matrix[gaps[start:end]] = matrix[kept[gaps[start:end]]]
+    return matrix[: kept.numel()]
 
 
 def order_of(

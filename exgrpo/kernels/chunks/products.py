@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from exgrpo.kernels.objective import sum_rows
 
 @functools.cache
 def multiplies_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device has a product of two ``dtype`` matrices with a float32 result."""
+    """True if the device has a product of two ``dtype`` matrices with a float32 result."""
     # On this one GPU, not on "cuda": a thread begins with the first one, and would take memory there.
     probe = torch.ones(16, 16, dtype=dtype, device=device)
     try:
@@ -83,7 +84,7 @@ def row_cost(operand: torch.dtype, width: int, vocabulary: int) -> int:
 
 
 def unit_of(head: Head, *upstream: Tensor | float | None) -> Tensor | None:
-    """What the gradients with respect to log-probs and entropies are multiplied by; None: 1.
+    """Return the factor of the gradients with respect to log-probs and entropies; None: 1.
 
     Where gradients of a token mean, around 1e-7, are beyond the range of the operands of their products, it is the
     power of two that brings the largest of ``upstream`` near 2^-HEADROOM. All that is made of them has that unit then.
@@ -120,10 +121,14 @@ class Products:
         self.precision = ROUNDED if operand == torch.bfloat16 and weight.device.type == "cpu" else nullcontext()
 
     def cost(self, vocabulary: int) -> Cost:
-        """What the products of a head over ``vocabulary`` entries allocate: the weight itself, where it is rounded."""
+        """Return the bytes of the products over ``vocabulary`` entries, a rounded weight included."""
         width = self.weight.shape[1]
         copied = vocabulary * width * self.operand.itemsize if self.copied else 0
         return Cost(copied, row_cost(self.operand, width, vocabulary), TILES * (chunking.TILE_BYTES,))
+
+    def gradient(self, matrix: Tensor) -> "MatrixGradient":
+        """Return F, a matrix [rows, V], with its products."""
+        return MatrixGradient(self, matrix.to(self.operand) if self.mixed else matrix)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [rows, D], rounded already, @ weight.T into ``out`` [rows, V]."""
@@ -152,7 +157,7 @@ class Products:
     def add_weight_gradient(
         self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
     ) -> None:
-        """Adds grad_logits.T [V, rows] @ (factor * hidden) [rows, D] to ``total`` [V, D]; ``fresh``: writes it there.
+        """Add grad_logits.T [V, rows] @ (factor * hidden) [rows, D] to ``total`` [V, D]; ``fresh``: write it there.
 
         factor is [rows, 1] in the compute dtype, hidden [rows, D] rounded already, ``total`` in the compute dtype; or
         in `written_once`, and then fresh.
@@ -169,7 +174,7 @@ class Products:
             torch.addmm(total, columns, scaled, out_dtype=torch.float32, beta=beta, out=total)
 
     def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
-        """Adds grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
+        """Add grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
         rows, vocabulary = grad_logits.shape
         if grad_logits.is_cpu:  # a library's product adds up in an order that depends on the number of threads
             most = chunking.block_rows(vocabulary, self.compute, total.device, self.memory)
@@ -187,3 +192,32 @@ class Products:
             return
         for start, end in chunking.spans(vocabulary, chunking.tile_rows(4 * width, self.memory)):
             yield start, end, self.weight[start:end].to(self.operand).to(dtype)
+
+
+class LogitGradient(Protocol):
+    """The gradient F of a chunk's raw products but for a factor of each row, and its products."""
+
+    def hidden_gradient(self) -> Tensor:
+        """Return F @ weight [rows, D]."""
+
+    def add_weight_gradient(self, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool) -> None:
+        """Add F.T @ (factor * hidden) to ``total`` [V, D], or write it there; see `Products.add_weight_gradient`."""
+
+    def add_bias_gradient(self, factor: Tensor, total: Tensor) -> None:
+        """Add F.T @ factor to ``total`` [V]."""
+
+
+class MatrixGradient(NamedTuple):
+    """A `LogitGradient` whose F is a matrix [rows, V]."""
+
+    products: Products
+    values: Tensor
+
+    def hidden_gradient(self) -> Tensor:
+        return self.products.hidden_gradient(self.values)
+
+    def add_weight_gradient(self, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool) -> None:
+        self.products.add_weight_gradient(self.values, hidden, factor, total, fresh=fresh)
+
+    def add_bias_gradient(self, factor: Tensor, total: Tensor) -> None:
+        self.products.add_bias_gradient(self.values, factor, total)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import LogProb, PolicyTokens, Surrogate
+from exgrpo.kernels.inputs import LogProb, PolicyTokens, Surrogate, mapped
 from exgrpo.kernels.objective import policy_objective
 
 UNDERFLOWN = -1e4
@@ -53,10 +53,6 @@ class Statistics(NamedTuple):
         """Z - 1."""
         return self.rest + torch.expm1(self.gap)
 
-    def select(self, rows: Tensor | slice) -> "Statistics":
-        """The statistics of some of the rows."""
-        return Statistics(*(value[rows] for value in self))
-
 
 class Upstream(NamedTuple):
     """Gradient of the loss with respect to each row's log-probability (c) and entropy (h; None: zero), [rows]."""
@@ -70,25 +66,19 @@ class Upstream(NamedTuple):
         active = self.log_prob != 0
         return active if self.entropy is None else active | (self.entropy != 0)
 
-    def select(self, rows: Tensor | slice) -> "Upstream":
-        """The gradient of some of the rows."""
-        return Upstream(self.log_prob[rows], None if self.entropy is None else self.entropy[rows])
-
     def times(self, unit: Tensor | None) -> "Upstream":
-        """The gradient of a multiple of the loss; None: of the loss itself."""
-        if unit is None:
-            return self
-        return Upstream(self.log_prob * unit, None if self.entropy is None else self.entropy * unit)
+        """Return the gradient of a multiple of the loss; None: of the loss itself."""
+        return self if unit is None else mapped(self, lambda one: one * unit)
 
     def beyond(self, softcap: float | None) -> "Upstream | None":
-        """What a pass over the vocabulary needs of it, h given; None where no such pass is needed."""
+        """Return c and h for a pass over the vocabulary; None where no such pass is needed."""
         if self.entropy is None and softcap is None:
             return None
         return Upstream(self.log_prob, torch.zeros_like(self.log_prob) if self.entropy is None else self.entropy)
 
 
 class Factors(NamedTuple):
-    """How a row's gradient is split: with respect to the raw products it is r * F, F over the vocabulary.
+    """Factors of a row's gradient with respect to the raw products: r * F, F over the vocabulary.
 
     With the upstream gradients c and h the gradient is -(c + h (d_v - U)) p_v / tau off the target and
     (c S / Z - h (d_y - U) p_y) / tau at the target, times the slope of the cap. Without entropy and cap, F is exp(d)
@@ -102,14 +92,9 @@ class Factors(NamedTuple):
     upstream: Upstream | None
     """None: F is exp(d) off the target."""
 
-    def select(self, rows: Tensor | slice) -> "Factors":
-        """Those of some of the rows."""
-        upstream = None if self.upstream is None else self.upstream.select(rows)
-        return Factors(self.scale[rows], self.at_target[rows], upstream)
-
 
 class RowTerms(NamedTuple):
-    """What makes a loss of the rows of a call, the same for all rows."""
+    """Terms of the loss that are the same for all rows."""
 
     surrogate: Surrogate
     entropy_coef: float
@@ -121,7 +106,7 @@ class RowTerms(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether F is exp(d) off the target, so that r has c in it: see `Factors`."""
+        """True if F is exp(d) off the target, so that r has c in it: see `Factors`."""
         return not self.entropy_coef and self.softcap is None
 
     def entropy_upstream(self, like: Tensor) -> Tensor | None:
@@ -130,7 +115,7 @@ class RowTerms(NamedTuple):
 
 
 class PolicyRows(NamedTuple):
-    """What the objective makes of a chunk's rows, all [rows]."""
+    """Objective of a chunk's rows, and its gradient, all [rows]."""
 
     value: Tensor
     """Of the objective, to be maximised."""

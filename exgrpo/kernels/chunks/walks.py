@@ -13,11 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, order_of, packing, positions
-from exgrpo.kernels.chunks.passes import Backend, Passes, PassesOf
+from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, compact, order_of, packing, positions
+from exgrpo.kernels.chunks.passes import Backend, Held, Passes, PassesOf
 from exgrpo.kernels.chunks.products import unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
-from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, LogProb, Needed, PolicyTerms, PolicyTokens
+from exgrpo.kernels.inputs import (
+    LEFT_OUT,
+    Fields,
+    Gradients,
+    Head,
+    LogProb,
+    Needed,
+    PolicyTerms,
+    PolicyTokens,
+    mapped,
+)
 from exgrpo.kernels.objective import sum_rows
 
 
@@ -29,7 +39,7 @@ class Part(NamedTuple):
 
 
 def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
-    """The tokens of a call by how they are computed; those with a gradient are ``active`` [T] bool, None: all.
+    """Split the tokens of a call by how they are computed; ``active`` [T] bool have a gradient, None: all.
 
     Where a kept set is a small part of the vocabulary, a product for each pair of a token and a word of its set is all
     there is. Where it is a large part, or where there is none, a product of matrices is faster.
@@ -68,7 +78,8 @@ def log_prob_forward(head: Head, backend: Backend) -> tuple[LogProb, Tensor]:
         passes = passes_of(walk)
         sums = head.weight.new_empty(4, walk.count, dtype=walk.dtype)
         for chunk in walk.chunks(0, walk.count, passes.chunk_rows(gradient_follows=False), passes.tile):
-            torch.stack(passes.sums(chunk, gradient_follows=False), out=sums[:, chunk.rows])
+            found_sums, _ = passes.chunk_forward(chunk, gradient_follows=False)
+            torch.stack(found_sums, out=sums[:, chunk.rows])
         statistics, result = passes.finished(Sums(*sums))
         found.append([walk.all_tokens(values) for values in (*result, torch.stack(statistics))])
     log_prob, entropy, saved = map(_together, zip(*found, strict=True))
@@ -90,7 +101,7 @@ def log_prob_backward(
     """
     given = Upstream(torch.zeros_like(saved[0]) if grad_log_prob is None else grad_log_prob, grad_entropy)
     parts = parts_of(head, backend, given.active)
-    own_upstreams = [_of_walk(part.walk, given) for part in parts]
+    own_upstreams = [_in_order(part.walk, given) for part in parts]
     unit = unit_of(head, *(values for upstream in own_upstreams for values in upstream))
     sums = GradientSums(head, needed, unit, weight_grad)
     for (walk, passes_of), upstream in zip(parts, own_upstreams, strict=True):
@@ -99,11 +110,11 @@ def log_prob_backward(
         upstream = upstream.times(unit)
         factors = row_factors(walk.temperature(), head.options.softcap, statistics, upstream)
         most = passes.chunk_rows(gradient_follows=True)
-        sums.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
+        sums.enter(walk, passes.written_once, once=len(parts) == 1 and walk.active <= most)
         for chunk in walk.chunks(0, walk.active, most, passes.tile):
-            own, own_factors = statistics.select(chunk.rows), factors.select(chunk.rows)
-            passes.recall(chunk, own)
-            sums.add(chunk, chunk.rows, passes.gradient(chunk, own, own_factors), own_factors.scale)
+            own, own_factors = _some(statistics, chunk.rows), _some(factors, chunk.rows)
+            gradient = passes.chunk_gradient(chunk, None, own, own_factors)
+            sums.add(chunk, chunk.rows, gradient, own_factors.scale)
     return sums.finish()
 
 
@@ -128,7 +139,7 @@ def policy_loss_forward(
     for (walk, passes_of), tokens in zip(parts, own_tokens, strict=True):
         passes = passes_of(walk)
         most = passes.chunk_rows(gradient_follows=True)
-        gradients.enter(walk, passes.products, once=len(parts) == 1 and walk.active <= most)
+        gradients.enter(walk, passes.written_once, once=len(parts) == 1 and walk.active <= most)
         results = _policy_results(walk, passes, tokens, row_terms, gradients, most)
         value, _, entropies, *_ = results
         losses.append(-sum_rows(value + terms.entropy_coef * entropies if everywhere else value.clone()) / normalizer)
@@ -144,48 +155,53 @@ def _policy_results(
     active = walk.active if any(gradients.needed) else 0
     for start, end, with_gradient in ((0, active, True), (active, walk.count, False)):
         for chunk in walk.chunks(start, end, most, passes.tile):
-            sums = passes.sums(chunk, gradient_follows=with_gradient, with_entropy=bool(terms.entropy_coef))
-            rows = passes.policy(sums, chunk, tokens.select(chunk.rows), terms, results[:, chunk.rows])
+            sums, held = passes.chunk_forward(
+                chunk, gradient_follows=with_gradient, with_entropy=bool(terms.entropy_coef)
+            )
+            rows = passes.policy(sums, chunk, held, _some(tokens, chunk.rows), terms, results[:, chunk.rows])
             if with_gradient:
                 upstream = Upstream(rows.coefficient, terms.entropy_upstream(rows.coefficient))
-                _add_gradients(gradients, passes, chunk, sums, rows, upstream)
+                statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)
+                factors = Factors(rows.scale, rows.at_target, upstream.beyond(terms.softcap))
+                _add_gradients(gradients, passes, chunk, held, statistics, factors, upstream.active)
     return results
 
 
 def _together(found: Sequence[Tensor]) -> Tensor:
-    """Values of all tokens from those of each part, which are 0 where a token is in another one."""
     return sum(found[1:], found[0])
 
 
-def _of_walk(walk: ChunkedHead, upstream: Upstream) -> Upstream:
-    """The walk's tokens, in its order and dtype."""
-    log_prob, entropy = upstream
-    entropy = None if entropy is None else walk.of_tokens(entropy).to(walk.dtype)
-    return Upstream(walk.of_tokens(log_prob).to(walk.dtype), entropy)
+def _some(values: Fields, rows: slice | Tensor) -> Fields:
+    return mapped(values, lambda one: one[rows])
 
 
-def _in_order(walk: ChunkedHead, tokens: PolicyTokens) -> PolicyTokens:
-    """The walk's tokens, in its order and dtype."""
-    return PolicyTokens(
-        walk.of_tokens(tokens.old_log_prob).to(walk.dtype),
-        walk.of_tokens(tokens.advantage).to(walk.dtype),
-        None if tokens.replayed is None else walk.of_tokens(tokens.replayed),
-    )
+def _in_order(walk: ChunkedHead, values: Fields) -> Fields:
+    """Return per-token values [T] in the order of a walk, numbers in its dtype."""
+
+    def ordered(one: Tensor) -> Tensor:
+        one = walk.of_tokens(one)
+        return one if one.dtype == torch.bool else one.to(walk.dtype)
+
+    return mapped(values, ordered)
 
 
 def _add_gradients(
-    gradients: GradientSums, passes: Passes, chunk: Chunk, sums: Sums, rows: PolicyRows, upstream: Upstream
+    gradients: GradientSums,
+    passes: Passes,
+    chunk: Chunk,
+    held: Held,
+    statistics: Statistics,
+    factors: Factors,
+    active: Tensor,
 ) -> None:
-    """Adds those tokens of a chunk that have a gradient: not the clipped ones, where the backend takes them out."""
-    statistics = Statistics(sums.anchor, sums.gap, sums.rest, rows.mean)
-    factors = Factors(rows.scale, rows.at_target, upstream.beyond(gradients.head.options.softcap))
-    kept = positions(upstream.active) if passes.compacts else None
+    """Add the gradients of the active rows of a chunk: not of the clipped ones, if the backend takes them out."""
+    kept = None if passes.block is None else positions(active)
     where: Tensor | slice = chunk.rows
-    if kept is not None:
+    if kept is not None and passes.block is not None:
         if not kept.numel():
             return
         kept = packing(kept)
         where = kept + chunk.rows.start
-        chunk, statistics, factors = chunk.select(kept), statistics.select(kept), factors.select(kept)
-        passes.select(kept)
-    gradients.add(chunk, where, passes.gradient(chunk, statistics, factors), factors.scale)
+        chunk, statistics, factors = chunk.select(kept), _some(statistics, kept), _some(factors, kept)
+        held = compact(held, kept, passes.block)
+    gradients.add(chunk, where, passes.chunk_gradient(chunk, held, statistics, factors), factors.scale)

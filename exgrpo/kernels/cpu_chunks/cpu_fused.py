@@ -5,6 +5,8 @@ sums merge by addition, over tiles and over ranks. The few rows whose target is 
 their largest logit. See csrc/cpu/product.h for the products.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.passes import Held
+from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import LARGEST_SUM, Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks.cpu_passes import CpuPasses, CpuProducts, unit_stride
 from exgrpo.kernels.extension import OPERATORS
@@ -21,7 +25,7 @@ MOST_ROWS = 2048
 
 
 def passes_of(head: ChunkedHead) -> CpuPasses:
-    """The passes for a head."""
+    """Return the passes for a head."""
     weight, options = head.head.weight, head.options
     bfloat16 = options.operand == weight.dtype == torch.bfloat16
     # The ranks of a group have to take the same passes, however each of them stores its part of the weight.
@@ -44,23 +48,21 @@ class TileProducts(CpuProducts):
         self.written_once = operand
 
     def cost(self, vocabulary: int) -> Cost:
-        """See `Products`: nothing is converted, nor rounded."""
+        # Nothing is converted, nor rounded.
         return super().cost(vocabulary)._replace(row=self.weight.shape[1] * 10, scratch=())
 
     def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
-        """See `Products`."""
         return OPERATORS.product_hidden_gradient(grad_logits, self.weight)
 
     def add_weight_gradient(
         self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
     ) -> None:
-        """See `Products`."""
         factor = factor.squeeze(1).contiguous()
         OPERATORS.product_weight_gradient(grad_logits, unit_stride(hidden), factor, total, fresh)
 
 
 class FusedCpuPasses(CpuPasses):
-    """The product itself gives exp(d) and its sums; F is made of the exponentials, which are all that is stored."""
+    """Passes with a product that writes exp(d) and its sums; F is made of the exponentials."""
 
     def __init__(self, head: ChunkedHead) -> None:
         super().__init__(head)
@@ -70,7 +72,6 @@ class FusedCpuPasses(CpuPasses):
         self.products.copied |= bool(head.shard.group_name)  # as some rank may: all have the same rows
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
-        """See `Passes`."""
         memory, shard = self.head.options.memory, self.head.shard
         if memory is None:
             rows = chunking.chunk_rows(shard.largest, torch.bfloat16, self.head.head.weight.device)
@@ -79,18 +80,22 @@ class FusedCpuPasses(CpuPasses):
         return min(rows, MOST_ROWS)
 
     def cost(self) -> Cost:
-        """What a walk allocates with these passes: one matrix of exponentials, and a bias in fp32."""
+        """Return the bytes of a walk with these passes: a matrix of exponentials, and a bias in fp32."""
         products, columns = self.products.cost(self.head.shard.largest), self.head.shard.largest
         row = products.row + _row_stride(columns) * torch.bfloat16.itemsize + chunking.ROW_BYTES
         return Cost(products.fixed + 4 * columns, row, products.scratch)
 
-    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `Passes`."""
+    @cached_property
+    def buffer(self) -> Tensor:
+        rows, columns = min(self.chunk_rows(gradient_follows=True), self.head.count), self.head.shard.size
+        return self.head.head.hidden.new_empty(rows, _row_stride(columns), dtype=torch.bfloat16)[:, :columns]
+
+    def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         shard, weight = self.head.shard, self.products.weight
         hidden, target, temperature = unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
         at_target = OPERATORS.product_target_logits(hidden, weight, self.bias, target)
         (at_target,) = shard.largest_of(at_target)
-        out = self._matrix(chunk) if gradient_follows else None
+        out = self.buffer[: len(chunk.hidden)] if gradient_follows else None
         rest, moment = self._exponentials(chunk, at_target, out)
         # Beyond the limit, or overflown. Where the target's logit itself is NaN, nothing mends it.
         # By the operands alone: with and without a gradient the anchors are the same.
@@ -102,21 +107,21 @@ class FusedCpuPasses(CpuPasses):
             again = self._exponentials(chunk.select(far), largest, out, far)
             rest, moment = rest.index_copy(0, far, again[0]), moment.index_copy(0, far, again[1])
         gap = at_target - anchor
-        return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment)
+        return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment), out
 
-    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `Passes`."""
-        self._exponentials(chunk, statistics.anchor.contiguous(), self._matrix(chunk))
-
-    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `Passes`."""
-        matrix, upstream = self._exponential, factors.upstream
+    def chunk_gradient(
+        self, chunk: Chunk, held: Tensor | None, statistics: Statistics, factors: Factors
+    ) -> MatrixGradient:
+        if held is None:
+            held = self.buffer[: len(chunk.hidden)]
+            self._exponentials(chunk, statistics.anchor.contiguous(), held)
+        upstream = factors.upstream
         if upstream is None or upstream.entropy is None:
-            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
-            return matrix
+            chunk.target.put(factors.at_target.to(held.dtype), held)
+            return self.products.gradient(held)
         vectors = (statistics.mean, upstream.log_prob, upstream.entropy, factors.at_target)
-        OPERATORS.product_entropy_gradient(matrix, chunk.target.local(), *(value.contiguous() for value in vectors))
-        return matrix
+        OPERATORS.product_entropy_gradient(held, chunk.target.local(), *(value.contiguous() for value in vectors))
+        return self.products.gradient(held)
 
     def _exponentials(
         self, chunk: Chunk, anchor: Tensor, out: Tensor | None, places: Tensor | None = None
@@ -133,17 +138,6 @@ class FusedCpuPasses(CpuPasses):
             places,
         )
         return self.head.shard.sum_of(*sums)
-
-    def _matrix(self, chunk: Chunk) -> Tensor:
-        """Where the chunk's exponentials go; the next chunk overwrites them."""
-        if self._buffer is None:
-            self._buffer = self._memory(chunk)
-        self._exponential = self._buffer[: len(chunk.hidden)]
-        return self._exponential
-
-    def _memory(self, chunk: Chunk) -> Tensor:
-        rows, columns = min(self.chunk_rows(gradient_follows=True), self.head.count), self.head.shard.size
-        return chunk.hidden.new_empty(rows, _row_stride(columns))[:, :columns]
 
 
 def _row_stride(columns: int) -> int:

@@ -59,16 +59,13 @@ def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A vector as the kernels take it."""
     return None if tensor is None else tensor.detach().to(dtype).contiguous()
 
 
 def _vectors(tokens: PolicyTokens, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """The fields of tokens as the kernels take them, numbers in ``dtype``."""
     return _vector(tokens.old_log_prob, dtype), _vector(tokens.advantage, dtype), _vector(tokens.replayed, torch.bool)
 
 
 def _numbers(surrogate: Surrogate) -> tuple[float | None, float | None, float | None]:
-    """The lowest and the highest ratio that are not clipped, and beta."""
     low, high = surrogate.bounds or (None, None)
     return low, high, surrogate.beta

@@ -17,7 +17,7 @@ CAPABILITY = (9, 0)
 
 
 class ProductArguments(ctypes.Structure):
-    """Field by field that of csrc/cuda/product.h."""
+    """Structure of csrc/cuda/product.h, field by field."""
 
     _fields_ = (
         ("rows", c_int64),
@@ -39,13 +39,13 @@ class ProductArguments(ctypes.Structure):
 
 
 class Build(ctypes.Structure):
-    """What the library was built with, and the newest CUDA that the driver supports: csrc/cuda/build.h."""
+    """CUDA of the library's build, and the newest one that the driver supports: csrc/cuda/build.h."""
 
     _fields_ = (("runtime", c_int32), ("driver", c_int32))
 
 
 class Signature(NamedTuple):
-    """Of one of the library's functions."""
+    """Types of one of the library's functions."""
 
     result: type
     arguments: tuple[type, ...]
@@ -58,7 +58,7 @@ SIGNATURES = {
 
 
 def unavailable(device: torch.device) -> str:
-    """Why the kernels cannot run on a device; empty where they can."""
+    """Return why the kernels cannot run on a device, "" if they can."""
     if device.type != "cuda":
         return f"it needs a GPU; the tensors are on {device.type}"
     if torch.version.hip:
@@ -73,7 +73,7 @@ def unavailable(device: torch.device) -> str:
 
 
 def unfit(build: Build, capability: tuple[int, int]) -> str:
-    """Why a library cannot run with its driver on a device of this compute capability; empty where it can.
+    """Return why a library cannot run with its driver on a device of this compute capability, "" if it can.
 
     A runtime works with every driver of its own major release or a later one. What an older driver of the same release
     lacks is not needed: it cannot compile PTX of later versions, but the library has only machine code; it has not all
@@ -125,7 +125,7 @@ class Call:
         self._kept: list[torch.Tensor] = []
 
     def set(self, **values: torch.Tensor | float | None) -> None:
-        """Fills fields in; a tensor stays alive as long as the call."""
+        """Fill fields in; a tensor stays alive as long as the call."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 self._kept.append(value)
@@ -134,7 +134,7 @@ class Call:
                 setattr(self.arguments, name, value)
 
     def launch(self, device: torch.device) -> None:
-        """Enqueues the kernel on the current stream of a device.
+        """Enqueue the kernel on the current stream of a device.
 
         Raises:
             RuntimeError: a CUDA call failed; names it.
@@ -145,6 +145,6 @@ class Call:
 
 
 def check(failure: bytes | None) -> None:
-    """Raises RuntimeError with what a launcher returned, if that is anything."""
+    """Raise RuntimeError with what a launcher returned, if that is anything."""
     if failure is not None:
         raise RuntimeError(f"cuda backend: {failure.decode()}")

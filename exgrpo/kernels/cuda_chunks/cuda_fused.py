@@ -16,19 +16,17 @@ TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 128, 192, 64
 
 
 class FusedCudaProduct(FusedProduct):
-    """That of operands and a result which `fits` of; the few rows that are done again take the Triton kernels."""
+    """The product in CUDA C++; the few rows that are done again take the Triton kernels."""
 
     def __init__(self, operands: Operands, tile: Tile) -> None:
         super().__init__(operands, None, replace(tile, rows=TILE_ROWS, columns=TILE_COLUMNS, depth=TILE_DEPTH))
         self._triton_tile = tile
 
     def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None) -> None:
-        """See `FusedProduct`; of all rows."""
         assert listed is None
         product_call(self.operands, rows, out, self.partial).launch(self.operands.hidden.device)
 
     def again(self) -> FusedProduct:
-        """See `FusedProduct`."""
         return FusedProduct(self.operands, None, self._triton_tile)
 
 
@@ -36,19 +34,18 @@ class FusedCudaPasses(FusedTritonPasses):
     """`FusedTritonPasses` around this product where it can be, around the Triton kernels elsewhere."""
 
     def cost(self, gradient_follows: bool) -> Cost:
-        """See `FusedTritonPasses`; the tiles of both products leave sums."""
+        # The tiles of both products leave sums.
         cost = super().cost(gradient_follows)
         return cost._replace(row=cost.row + partial_bytes(self.head.shard.largest, TILE_COLUMNS))
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
-        """See `FusedTritonPasses`."""
         if self.softcap is None and fits(operands, out):
             return FusedCudaProduct(operands, self.plan.tile)
         return super().product(operands, out)
 
 
 def fits(operands: Operands, out: Tensor | None) -> bool:
-    """Whether the product can describe the matrices: bf16, aligned, not empty."""
+    """True if the product can describe the matrices: bf16, aligned, not empty."""
     matrices = [operands.hidden, operands.weight, *([] if out is None else [out])]
     return all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
 

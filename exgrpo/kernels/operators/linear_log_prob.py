@@ -11,7 +11,6 @@ from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.chunks import walks
 from exgrpo.kernels.inputs import Head, LogProb, Needed, compute_dtype
 from exgrpo.kernels.operators.schema import HEAD, WAITS, Schema, flat_head, head_of, without_autocast
-from exgrpo.kernels.trials import LogProbTrial
 
 SCHEMA = Schema(f"{HEAD}, str backend, Tensor? weight_grad", "(Tensor, Tensor, Tensor)")
 BACKWARD = Schema(
@@ -34,7 +33,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = SCHEMA.given(arguments)
     head = head_of(given)
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
+        taken = dispatch.take_for_head(given["backend"], "linear_log_prob", head)
         result, saved = walks.log_prob_forward(head, taken)
     return result.log_prob, result.entropy, saved
 
@@ -55,7 +54,7 @@ def backward(*arguments: Any) -> list[Tensor]:
 def _gradients(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> list[Tensor]:
     head = head_of(given)
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], LogProbTrial.of(head), head)
+        taken = dispatch.take_for_head(given["backend"], "linear_log_prob", head)
         upstream = (given["grad_log_prob"], given["grad_entropy"])
         needed = Needed(*given["needed"])
         gradients = walks.log_prob_backward(head, given["saved"], *upstream, needed, taken, weight_grad)

@@ -25,7 +25,6 @@ from exgrpo.kernels.operators.schema import (
     terms_of,
     without_autocast,
 )
-from exgrpo.kernels.trials import PolicyLossTrial, ScaleTrial
 
 SCHEMA = Schema(
     f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
@@ -48,7 +47,7 @@ def linear_policy_loss(
     enabled = torch.is_grad_enabled()
     needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
     numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
-    # Nobody keeps the gradients: the backward may use their memory.
+    # These gradients are private: the backward may scale them in place.
     arguments = (*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
     if weight_grad is None or not needed[1]:
         loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
@@ -67,7 +66,7 @@ def forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _results(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> tuple[Tensor, ...]:
     head, terms, needed = head_of(given), terms_of(given), Needed(*given["needed"])
     with without_autocast(head.hidden):
-        taken = dispatch.take_for_head(given["backend"], PolicyLossTrial.of_loss(head, terms), head)
+        taken = dispatch.take_for_head(given["backend"], "linear_policy_loss", head)
         results = walks.policy_loss_forward(head, terms, needed, taken, weight_grad)
     loss, per_token, gradients = results
     pairs = zip(gradients, (head.hidden, head.weight, head.bias), strict=True)
@@ -79,10 +78,8 @@ def _results(given: Mapping[str, Any], weight_grad: Tensor | None = None) -> tup
 
 
 def _held_dtype(tensor: Tensor) -> torch.dtype:
-    """Of a gradient between forward and backward: where it is scaled in place then, that of the tensor.
-
-    Not float16, which has no range for the gradients of a token mean before a scaler has multiplied them.
-    """
+    # Where a gradient is scaled in place, that of the tensor. Not float16, which has no range for the gradients of a
+    # token mean before a scaler has multiplied them.
     return tensor.dtype if tensor.dtype == torch.bfloat16 else compute_dtype(tensor.dtype)
 
 
@@ -117,12 +114,12 @@ def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """The same in the memory of ``gradient``, unless another backward of the graph will want it."""
+    """Scale a gradient in its own memory, unless another backward of the graph will need it."""
     # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
     real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-        trial = ScaleTrial(gradient.device, gradient.dtype)
-        dispatch.take(backend, trial, gradient.numel()).scale(gradient, factor)
+        kind = dispatch.Kind("the backward of linear_policy_loss", gradient.device, gradient.dtype, gradient.numel())
+        dispatch.take(backend, kind).scale(gradient, factor)
         return gradient
     return scale_gradient(gradient, factor, dtype)
 
@@ -152,8 +149,6 @@ forward.register_autograd(_backward, setup_context=_save)
 
 
 class _Differentiated(torch.autograd.Function):
-    """The loss whose gradient of the weight has been added where it belongs, and whose others are known."""
-
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor | None) -> Tensor:
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in others[:3]]

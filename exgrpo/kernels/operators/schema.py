@@ -1,4 +1,4 @@
-"""What all operators share: schemas whose arguments have names, and structures as flat arguments.
+"""Schemas of the operators by name, and structures as flat arguments.
 
 A schema of torch.library knows tensors, numbers and lists of them. An operator therefore takes a structure apart into
 flat arguments, and puts it together again by their names. Nothing here depends on the place of an argument.
@@ -45,11 +45,11 @@ class Schema:
         self.names = tuple(argument.split()[-1] for argument in arguments.split(", "))
 
     def named(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """One value for each argument, by the names of the arguments; numbers are not yet those of ``traced``."""
+        """Return the values by the names of the arguments; numbers are not yet those of ``traced``."""
         return dict(zip(self.names, values, strict=True))
 
     def given(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """The same where tensors have values: with the numbers of ``traced``."""
+        """Return the values by name where tensors have values: with the numbers of ``traced``."""
         named = self.named(values)
         if named["traced"] is not None:
             numbers = iter(named["traced"].tolist())
@@ -74,7 +74,7 @@ class Schema:
         return (*named.values(), torch.cat([zero + number for number in numbers]) if numbers else None)
 
     def gradients(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """What a derivative returns: the gradients that were found by name, None for all other arguments."""
+        """Return the result of a derivative: gradients by name, None for all other arguments."""
         return tuple(found.get(name) for name in self.names)
 
 

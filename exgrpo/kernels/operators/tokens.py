@@ -14,7 +14,6 @@ from exgrpo.kernels import derivatives, dispatch
 from exgrpo.kernels.inputs import PolicyTerms, ScoredTokens
 from exgrpo.kernels.operators.linear_policy_loss import scale_gradient
 from exgrpo.kernels.operators.schema import SURROGATE, TOKENS, WAITS, Schema, surrogate_of, tokens_of
-from exgrpo.kernels.trials import AdvantageTrial, SegmentTrial, TokenTrial
 
 SCHEMA = Schema(
     f"Tensor log_prob, Tensor? entropy, {TOKENS}, Tensor? mask, {SURROGATE}, str backend",
@@ -41,9 +40,8 @@ def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = SCHEMA.given(arguments)
     scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
     values = scored.log_prob
-    surrogate = surrogate_of(given)
-    taken = dispatch.take(given["backend"], TokenTrial.of(scored, surrogate), values.numel())
-    return (*taken.token_objective(scored, surrogate),)
+    kind = dispatch.Kind("policy_loss", values.device, values.dtype, values.numel())
+    return (*dispatch.take(given["backend"], kind).token_objective(scored, surrogate_of(given)),)
 
 
 @token_objective.register_fake
@@ -79,8 +77,8 @@ token_objective.register_autograd(_backward, setup_context=_save)
 @custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
-    taken = dispatch.take(backend, AdvantageTrial(reward.device, reward.dtype, scale_by_std), reward.numel())
-    return taken.centre_groups(reward, group, scale_by_std)
+    kind = dispatch.Kind("group_advantage", reward.device, reward.dtype, reward.numel())
+    return dispatch.take(backend, kind).centre_groups(reward, group, scale_by_std)
 
 
 @group_advantage.register_fake
@@ -91,8 +89,8 @@ def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor
 @custom_op("exgrpo::segment_mean", mutates_args=())
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
-    taken = dispatch.take(backend, SegmentTrial(values.device, values.dtype), values.numel())
-    return taken.segment_mean(values, counted, offsets)
+    kind = dispatch.Kind("sequence_entropy", values.device, values.dtype, values.numel())
+    return dispatch.take(backend, kind).segment_mean(values, counted, offsets)
 
 
 @segment_mean.register_fake

@@ -4,6 +4,7 @@ See `chunks.softmax` for what they compute.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from exgrpo.kernels.chunks import chunking, softmax
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, Targets
-from exgrpo.kernels.chunks.passes import ByFormulas, Formulas
+from exgrpo.kernels.chunks.passes import ByFormulas, Formulas, Held
+from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
 from exgrpo.kernels.inputs import VocabShard
 
@@ -20,10 +22,9 @@ BLOCKS = 5
 
 
 class TorchPasses(ByFormulas):
-    """The chunk's logits become exp(d), then F, in the same memory."""
+    """Passes in place: the chunk's logits become exp(d), then F, in the same memory."""
 
     formulas: Formulas = softmax
-    compacts = True
     tile = 1
 
     def __init__(self, head: ChunkedHead) -> None:
@@ -31,19 +32,25 @@ class TorchPasses(ByFormulas):
         self.products = head.products
         weight, memory = head.head.weight, head.options.memory
         self.block = chunking.block_rows(head.shard.size, head.dtype, weight.device, memory)
-        """Rows of a scratch block."""
-        self._buffer: Tensor | None = None
-        self._exponential = head.head.weight.new_empty(0)
+
+    @property
+    def written_once(self) -> torch.dtype:
+        return self.products.written_once
+
+    @cached_property
+    def buffer(self) -> Tensor:
+        """Scratch memory of a chunk, [rows, V]."""
+        most = min(self.chunk_rows(gradient_follows=True), self.head.count)
+        return self.head.head.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
-        """See `Passes`."""
         memory, shard, device = self.head.options.memory, self.head.shard, self.head.head.weight.device
         if memory is None:
             return chunking.chunk_rows(shard.largest, self.head.dtype, device)
         return chunking.rows_within(memory, self.head.head.target.numel(), self.cost())
 
     def cost(self) -> Cost:
-        """What a walk allocates with these passes: one matrix of logits, and blocks of it, of one row at least."""
+        """Return the bytes of a walk with these passes: a matrix of logits, and blocks of it, of one row at least."""
         head = self.head
         row = head.shard.largest * head.dtype.itemsize
         products = self.products.cost(head.shard.largest)
@@ -51,44 +58,33 @@ class TorchPasses(ByFormulas):
         fixed = products.fixed + BLOCKS * row + (0 if head.head.bias is None else 2 * row)
         return Cost(fixed, products.row + row + chunking.ROW_BYTES, products.scratch + blocks)
 
-    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `Passes`."""
-        logits = self._logits(chunk)
-        return exponentials(logits, chunk.target, chunk.temperature, self.head.shard, self.block)
+    def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
+        logits = self.logits(chunk)
+        return exponentials(logits, chunk.target, chunk.temperature, self.head.shard, self.block), logits
 
-    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `Passes`."""
-        restore_exponentials(self._logits(chunk), chunk.target, chunk.temperature, statistics, self.block)
-
-    def select(self, kept: Tensor) -> None:
-        """See `Passes`."""
-        self._exponential = compact(self._exponential, kept, self.block)
-
-    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `Passes`."""
+    def chunk_gradient(
+        self, chunk: Chunk, held: Tensor | None, statistics: Statistics, factors: Factors
+    ) -> MatrixGradient:
+        if held is None:
+            held = self.logits(chunk)
+            restore_exponentials(held, chunk.target, chunk.temperature, statistics, self.block)
         softcap = self.head.options.softcap
-        logit_gradient(self._exponential, chunk.target, chunk.temperature, softcap, statistics, factors, self.block)
-        return self._exponential
+        logit_gradient(held, chunk.target, chunk.temperature, softcap, statistics, factors, self.block)
+        return self.products.gradient(held)
 
-    def _logits(self, chunk: Chunk) -> Tensor:
-        """A chunk's capped logits."""
-        shape_logits(self._products(chunk), self.head.head.bias, self.head.options.softcap, self.block)
-        return self._exponential
+    def logits(self, chunk: Chunk) -> Tensor:
+        """Return a chunk's capped logits."""
+        logits = self.raw(chunk)
+        shape_logits(logits, self.head.head.bias, self.head.options.softcap, self.block)
+        return logits
 
-    def _products(self, chunk: Chunk) -> Tensor:
-        """A chunk's raw products, in memory that the next chunk overwrites."""
-        if self._buffer is None:
-            self._buffer = self._memory(chunk)
-        self._exponential = self.products.logits(chunk.hidden, self._buffer[: len(chunk.hidden)])
-        return self._exponential
-
-    def _memory(self, chunk: Chunk) -> Tensor:
-        most = min(self.chunk_rows(gradient_follows=True), self.head.count)
-        return chunk.hidden.new_empty(most, self.head.shard.size, dtype=self.head.dtype)
+    def raw(self, chunk: Chunk) -> Tensor:
+        """Return a chunk's raw products."""
+        return self.products.logits(chunk.hidden, self.buffer[: len(chunk.hidden)])
 
 
 def shape_logits(logits: Tensor, bias: Tensor | None, softcap: float | None, step: int) -> None:
-    """Adds the bias and caps the logits [rows, V], in place, ``step`` rows at a time, as all functions below."""
+    """Add the bias and cap the logits [rows, V], in place, ``step`` rows at a time, as all functions below."""
     if bias is None and softcap is None:
         return
     for rows in _blocks(logits, step):
@@ -100,7 +96,7 @@ def shape_logits(logits: Tensor, bias: Tensor | None, softcap: float | None, ste
 
 
 def exponentials(logits: Tensor, target: Targets, temperature: Tensor | None, shard: VocabShard, step: int) -> Sums:
-    """Replaces logits [rows, V] by exp(d), 0 at the target, and returns the sums over the whole vocabulary."""
+    """Replace logits [rows, V] by exp(d), 0 at the target, and return the sums over the whole vocabulary."""
     anchor, target_logit = _anchor(logits, target, shard)
     gap = target_logit - anchor
     if temperature is not None:
@@ -123,7 +119,7 @@ def exponentials(logits: Tensor, target: Targets, temperature: Tensor | None, sh
 def restore_exponentials(
     logits: Tensor, target: Targets, temperature: Tensor | None, statistics: Statistics, step: int
 ) -> None:
-    """Replaces logits [rows, V] by exp(d), 0 at the target, from statistics that are known."""
+    """Replace logits [rows, V] by exp(d), 0 at the target, from statistics that are known."""
     for rows in _blocks(logits, step):
         block = logits[rows]
         block.sub_(statistics.anchor[rows].unsqueeze(1))
@@ -142,7 +138,7 @@ def logit_gradient(
     factors: Factors,
     step: int,
 ) -> None:
-    """Turns exp(d) [rows, V] into F; without entropy and softcap there is no pass over the chunk."""
+    """Turn exp(d) [rows, V] into F; without entropy and softcap there is no pass over the chunk."""
     if factors.upstream is None:
         target.put(factors.at_target, exponential)
         return
@@ -163,17 +159,6 @@ def logit_gradient(
         local.put(factors.at_target[rows], block)
         if slope is not None:
             block.mul_(slope)
-
-
-def compact(matrix: Tensor, kept: Tensor, step: int) -> Tensor:
-    """Moves the rows ``kept`` of a matrix to its front, in place, and returns them; for their order see `packing`.
-
-    Rows move from behind the front into it, so nothing is overwritten before it is read.
-    """
-    gaps = (kept != torch.arange(kept.numel(), device=kept.device)).nonzero().squeeze(1)
-    for start, end in chunking.spans(gaps.numel(), step):
-        matrix[gaps[start:end]] = matrix[kept[gaps[start:end]]]
-    return matrix[: kept.numel()]
 
 
 def _anchor(logits: Tensor, target: Targets, shard: VocabShard) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, scale, seg
 
 
 def passes_of(head: ChunkedHead) -> TritonPasses:
-    """The passes that the launch table has for a head."""
+    """Return the passes that the launch plan has for a head."""
     chosen = plan_of(head)
     return FusedTritonPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
 

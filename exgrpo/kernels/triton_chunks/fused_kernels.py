@@ -135,7 +135,7 @@ def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
 
 @triton.jit
 def _is_far(merged, row, rows, limit):
-    """Whether S of a row is beyond the limit, overflown, or NaN."""
+    """True if S of a row is beyond the limit, overflown, or NaN."""
     return ~(tl.load(merged + row, mask=row < rows, other=0.0) <= limit)
 
 
@@ -189,7 +189,7 @@ def list_kernel(
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Lists rows in order; one program does."""
+    """List rows in order; one program does."""
     count = tl.zeros([], tl.int32)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)

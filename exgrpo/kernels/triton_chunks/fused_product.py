@@ -43,7 +43,7 @@ ALIGNMENT = 16
 def fused_sums(
     product: "FusedProduct", targets: Targets, temperature: Tensor | None, shard: VocabShard, out: Tensor | None
 ) -> Sums:
-    """Writes the exponentials of a head's shifted logits, and returns their sums.
+    """Write the exponentials of a head's shifted logits, and return their sums.
 
     All happens on the device: the host never waits. Equal inputs give equal bits; what is NaN stays NaN.
 
@@ -75,7 +75,7 @@ def fused_sums(
 
 
 class Traits(NamedTuple):
-    """Of an architecture: how the product's kernel is compiled. Chosen by what keeps everything in registers."""
+    """Compilation of the product's kernel for an architecture, chosen so that everything stays in registers."""
 
     described: bool
     """Whole tiles are read and written through tensor descriptors."""
@@ -86,7 +86,7 @@ class Traits(NamedTuple):
 
 
 def traits(name: str) -> Traits:
-    """Those of an architecture of `launch`."""
+    """Return the traits of an architecture of `launch`."""
     return Traits(
         described=name.startswith(("sm_9", "sm_10", "cpu")),
         overlapped=name.startswith(("sm_9", "cpu")),
@@ -96,7 +96,7 @@ def traits(name: str) -> Traits:
 
 
 def half_tile(tile: Tile) -> Tile:
-    """Where pointers take the descriptors' place: they need more registers."""
+    """Return half a tile, for pointers in the descriptors' place: they need more registers."""
     return replace(tile, rows=max(SMALLEST_TILE, tile.rows // 2))
 
 
@@ -116,7 +116,7 @@ class Far(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What makes the logits of a chunk."""
+    """Factors of a chunk's logits."""
 
     hidden: Tensor
     """[n, D] bf16 or fp16, contiguous."""
@@ -127,7 +127,7 @@ class Operands(NamedTuple):
 
 
 class AnchoredRows(NamedTuple):
-    """What makes exp(d) of the logits of each row."""
+    """Numbers of each row by which a logit becomes exp(d)."""
 
     target: Tensor
     """[n] int64, index into the weight; -1 where another rank holds it."""
@@ -170,7 +170,7 @@ class FusedProduct:
         return logits
 
     def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None) -> None:
-        """Writes exp(d) and the sums of all rows, or of the listed ones."""
+        """Write exp(d) and the sums of all rows, or of the listed ones."""
         described = listed is None and self.describable(out)
         usual = described or (listed is None and not self.traits.described)
         tile = self.tile if usual else half_tile(self.tile)
@@ -250,7 +250,7 @@ class FusedProduct:
             )
 
     def describable(self, out: Tensor | None) -> bool:
-        """Whether the matrices can be read and written through tensor descriptors."""
+        """True if the matrices can be read and written through tensor descriptors."""
         matrices = (self.operands.hidden, self.operands.weight, out)
         return self.traits.described and all(aligned(matrix) for matrix in matrices if matrix is not None)
 
@@ -261,7 +261,7 @@ def partial_bytes(vocabulary: int, columns: int) -> int:
 
 
 def aligned(matrix: Tensor) -> bool:
-    """Whether a descriptor can be made of it."""
+    """True if a descriptor can be made of a matrix."""
     return (
         matrix.numel() > 0
         and matrix.stride(1) == 1

@@ -57,7 +57,6 @@ def _sums(
 
 @triton.jit
 def _largest(logits, bias, softcap, vocabulary, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a row."""
     largest = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)

@@ -42,7 +42,6 @@ def expm1(x):
 
 @triton.jit
 def _bounded(d):
-    """d, no lower than UNDERFLOWN."""
     return tl.maximum(d, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -104,7 +103,6 @@ def _row_factors(gap, rest, mean, scale, c, h, PLAIN: tl.constexpr):
 
 @triton.jit
 def _put(results, FIELD: tl.constexpr, stride, row, rows, value):
-    """Writes one of the rows of results [fields, rows], ``stride`` apart."""
     tl.store(results + stride.to(tl.int64) * FIELD + row, value.to(results.dtype.element_ty), mask=row < rows)
 
 

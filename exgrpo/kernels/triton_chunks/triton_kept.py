@@ -1,13 +1,16 @@
 """The passes over kept sets as Triton kernels: see `kept_kernels`."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
+from exgrpo.kernels.chunks.passes import Held
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, sets_of
+from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, PairGradient, Sets, reduced, sets_of
 from exgrpo.kernels.triton_chunks import triton_tokens
 from exgrpo.kernels.triton_chunks.kept_kernels import (
     kept_gradient_kernel,
@@ -28,8 +31,18 @@ LONGEST = 256
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
+class TritonPairs(NamedTuple):
+    """The pairs of a chunk."""
+
+    sets: Sets
+    row: Tensor
+    """Row in the chunk of each pair, int32 [P]."""
+    column: Tensor
+    """Row of the weight of each pair, int32 [P]; -1 if another rank has it."""
+
+
 class TritonKeptPasses(KeptPasses):
-    """The numbers of the pairs are their logits, then F."""
+    """The passes over the pairs of a chunk: what is held are the pairs and their logits."""
 
     formulas = triton_tokens
     pair_bytes = 64
@@ -49,74 +62,31 @@ class TritonKeptPasses(KeptPasses):
         self.capped = softcap is not None
 
     def scratch(self) -> tuple[int, ...]:
-        """See `KeptPasses`."""
         return ()
 
-    def begin(self, chunk: Chunk) -> Tensor:
-        """See `KeptPasses`."""
-        self.sets, self.local = sets_of(self.head, chunk), chunk.target.local()
-        pairs, kept, shard = int(self.sets.bounds[-1]), self.head.options.kept, self.head.shard
-        assert kept is not None
-        hidden = chunk.hidden.contiguous()
-        self.rows, self.column = hidden.new_empty(2, pairs, dtype=torch.int32)
-        logits = hidden.new_empty(pairs, dtype=self.compute)
-        if pairs:
-            with torch.cuda.device_of(logits):
-                pairs_kernel[(len(self.local),)](
-                    kept.ids.contiguous(),
-                    *self.sets,
-                    self.rows,
-                    self.column,
-                    shard.offset,
-                    shard.size,
-                    BLOCK=BLOCK,
-                    num_warps=WARPS,
-                )
-                pair_logits_kernel[(triton.cdiv(pairs, PAIRS),)](
-                    hidden,
-                    self.weight,
-                    self.weight if self.bias is None else self.bias,
-                    self.rows,
-                    self.column,
-                    logits,
-                    self.cap,
-                    pairs,
-                    hidden.shape[1],
-                    hidden.stride(0),
-                    self.weight.stride(0),
-                    HAS_BIAS=self.bias is not None,
-                    HAS_SOFTCAP=self.capped,
-                    PAIRS=PAIRS,
-                    DEPTH=DEPTH,
-                    num_warps=WARPS,
-                )
-        return logits
-
-    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `Passes`."""
-        self.values, shard = self.begin(chunk), self.head.shard
+    def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
+        held, shard = self._pairs_and_logits(chunk), self.head.shard
+        pairs, logits = held
         if not shard.group_name:
-            return self._sums(chunk, None)
-        (largest,) = shard.largest_of(self._reduced(self.values, "max"))
-        anchor, gap, rest, moment = self._sums(chunk, largest)
-        return Sums(anchor, *shard.largest_of(gap), *shard.sum_of(rest, moment))
+            return self._sums(chunk, pairs, logits, None), held
+        (largest,) = shard.largest_of(reduced(logits, "max", pairs.sets))
+        anchor, gap, rest, moment = self._sums(chunk, pairs, logits, largest)
+        return Sums(anchor, *shard.largest_of(gap), *shard.sum_of(rest, moment)), held
 
-    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `Passes`."""
-        self.values = self.begin(chunk)
-
-    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `Passes`."""
+    def chunk_gradient(
+        self, chunk: Chunk, held: Held | None, statistics: Statistics, factors: Factors
+    ) -> "TritonPairGradient":
+        pairs, values = self._pairs_and_logits(chunk) if held is None else held
         upstream, at_target = factors.upstream, factors.at_target.contiguous()
         c, h = (at_target, at_target) if upstream is None else upstream
         assert h is not None
-        with torch.cuda.device_of(self.values):
-            kept_gradient_kernel[(len(self.local),)](
-                self.values,
-                self.column,
-                self.sets.bounds,
-                self.local,
-                self._temperature(chunk),
+        with torch.cuda.device_of(values):
+            kept_gradient_kernel[(len(chunk.hidden),)](
+                values,
+                pairs.column,
+                pairs.sets.bounds,
+                chunk.target.local(),
+                self._temperature(chunk, values),
                 statistics.anchor.contiguous(),
                 statistics.mean.contiguous(),
                 at_target,
@@ -128,104 +98,58 @@ class TritonKeptPasses(KeptPasses):
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-        return self.values
+        return TritonPairGradient(self, chunk, pairs, values)
 
-    def hidden_gradient(self, grad_logits: Tensor) -> Tensor:
-        """See `Products`."""
-        rows = len(self.local)
-        total = grad_logits.new_empty(rows, self.weight.shape[1])
-        bounds = self.sets.bounds
-        places = torch.arange(rows, device=total.device)
-        self._add_segments(self.weight, self.column, grad_logits, bounds[:-1], bounds[1:], places, total, add=False)
-        return total
+    def _pairs_and_logits(self, chunk: Chunk) -> tuple[TritonPairs, Tensor]:
+        sets = sets_of(self.head, chunk)
+        count, kept, shard = int(sets.bounds[-1]), self.head.options.kept, self.head.shard
+        assert kept is not None
+        hidden = chunk.hidden.contiguous()
+        pairs = TritonPairs(sets, *hidden.new_empty(2, count, dtype=torch.int32))
+        logits = hidden.new_empty(count, dtype=self.compute)
+        if count:
+            with torch.cuda.device_of(logits):
+                pairs_kernel[(len(hidden),)](
+                    kept.ids.contiguous(),
+                    *pairs.sets,
+                    pairs.row,
+                    pairs.column,
+                    shard.offset,
+                    shard.size,
+                    BLOCK=BLOCK,
+                    num_warps=WARPS,
+                )
+                pair_logits_kernel[(triton.cdiv(count, PAIRS),)](
+                    hidden,
+                    self.weight,
+                    self.weight if self.bias is None else self.bias,
+                    pairs.row,
+                    pairs.column,
+                    logits,
+                    self.cap,
+                    count,
+                    hidden.shape[1],
+                    hidden.stride(0),
+                    self.weight.stride(0),
+                    HAS_BIAS=self.bias is not None,
+                    HAS_SOFTCAP=self.capped,
+                    PAIRS=PAIRS,
+                    DEPTH=DEPTH,
+                    num_warps=WARPS,
+                )
+        return pairs, logits
 
-    def add_weight_gradient(
-        self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
-    ) -> None:
-        """See `Products`."""
-        if fresh:
-            total.zero_()
-        word, order = self.column.sort(stable=True)
-        row = self.rows[order]
-        factors = grad_logits[order] * factor[row, 0]
-        found, counts = word.unique_consecutive(return_counts=True)
-        ends = counts.cumsum(0)
-        begins = ends - counts
-        if self.head.shard.group_name:
-            own = found >= 0
-            found, counts, begins, ends = found[own], counts[own], begins[own], ends[own]
-        found = found.long()
-        hidden, long = hidden.contiguous(), counts > LONGEST
-        pieces = torch.where(long, (counts + LONGEST - 1) // LONGEST, 0)
-        number = int(pieces.sum())
-        if number:
-            # Of these words each piece is added up into a row of its own first.
-            piece = torch.repeat_interleave(pieces, output_size=number)
-            last = pieces.cumsum(0)
-            starts = begins[piece] + LONGEST * (torch.arange(number, device=piece.device) - (last - pieces)[piece])
-            partial = grad_logits.new_empty(number, hidden.shape[1])
-            places = torch.arange(number, device=piece.device)
-            stops = torch.minimum(starts + LONGEST, ends[piece])
-            self._add_segments(hidden, row, factors, starts, stops, places, partial, add=False)
-            which = long.nonzero().squeeze(1)
-            ones = torch.ones_like(partial[:, 0])
-            bounds = (last - pieces)[which], last[which]
-            self._add_segments(partial, places.int(), ones, *bounds, found[which], total, add=not fresh)
-            found, begins, ends = found[~long], begins[~long], ends[~long]
-        self._add_segments(hidden, row, factors, begins, ends, found, total, add=not fresh)
-
-    def add_bias_gradient(self, grad_logits: Tensor, factor: Tensor, total: Tensor) -> None:
-        """See `Products`."""
-        self.find_pairs()
-        super().add_bias_gradient(grad_logits, factor, total)
-
-    def _add_segments(
-        self,
-        matrix: Tensor,
-        index: Tensor,
-        factors: Tensor,
-        begins: Tensor,
-        ends: Tensor,
-        places: Tensor,
-        out: Tensor,
-        *,
-        add: bool,
-    ) -> None:
-        """The sums of segments of pairs into, or onto, rows of ``out``."""
-        if not len(begins):
-            return
-        # A weight alone is rounded here: hidden states are already, and sums of pieces stay as they are.
-        operand = self.operand if matrix is self.weight else self.compute
-        with torch.cuda.device_of(out):
-            segment_kernel[(len(begins), triton.cdiv(out.shape[1], DEPTH))](
-                matrix,
-                index,
-                factors,
-                begins,
-                ends,
-                places,
-                out,
-                out.shape[1],
-                matrix.stride(0),
-                out.stride(0),
-                ADD=add,
-                OPERAND=DTYPES[operand],
-                PAIRS=PAIRS,
-                DEPTH=DEPTH,
-                num_warps=WARPS,
-            )
-
-    def _sums(self, chunk: Chunk, given: Tensor | None) -> Sums:
-        rows = len(self.local)
-        sums = Sums(*self.values.new_empty(4, rows))
+    def _sums(self, chunk: Chunk, pairs: TritonPairs, logits: Tensor, given: Tensor | None) -> Sums:
+        rows = len(chunk.hidden)
+        sums = Sums(*logits.new_empty(4, rows))
         if rows:
-            with torch.cuda.device_of(self.values):
+            with torch.cuda.device_of(logits):
                 kept_sums_kernel[(rows,)](
-                    self.values,
-                    self.column,
-                    self.sets.bounds,
-                    self.local,
-                    self._temperature(chunk),
+                    logits,
+                    pairs.column,
+                    pairs.sets.bounds,
+                    chunk.target.local(),
+                    self._temperature(chunk, logits),
                     sums.anchor if given is None else given,
                     *sums,
                     GIVEN=given is not None,
@@ -234,5 +158,88 @@ class TritonKeptPasses(KeptPasses):
                 )
         return sums
 
-    def _temperature(self, chunk: Chunk) -> Tensor:
-        return self.values.new_ones(len(self.local)) if chunk.temperature is None else chunk.temperature
+    def _temperature(self, chunk: Chunk, like: Tensor) -> Tensor:
+        return like.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature
+
+
+class TritonPairGradient(NamedTuple):
+    """A `products.LogitGradient` whose F are the numbers of pairs."""
+
+    passes: TritonKeptPasses
+    chunk: Chunk
+    pairs: TritonPairs
+    values: Tensor
+
+    def hidden_gradient(self) -> Tensor:
+        weight, bounds = self.passes.weight, self.pairs.sets.bounds
+        total = self.values.new_empty(len(bounds) - 1, weight.shape[1])
+        places = torch.arange(len(total), device=total.device)
+        segments = SegmentSums(weight, self.pairs.column, self.values, self.passes.operand)
+        segments.add(bounds[:-1], bounds[1:], places, total, add=False)
+        return total
+
+    def add_weight_gradient(self, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool) -> None:
+        if fresh:
+            total.zero_()
+        word, order = self.pairs.column.sort(stable=True)
+        row = self.pairs.row[order]
+        factors = self.values[order] * factor[row, 0]
+        found, counts = word.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0)
+        begins = ends - counts
+        if self.passes.head.shard.group_name:
+            own = found >= 0
+            found, counts, begins, ends = found[own], counts[own], begins[own], ends[own]
+        found, long = found.long(), counts > LONGEST
+        # Hidden states are rounded already, and sums of pieces stay as they are.
+        segments = SegmentSums(hidden.contiguous(), row, factors, self.passes.compute)
+        pieces = torch.where(long, (counts + LONGEST - 1) // LONGEST, 0)
+        number = int(pieces.sum())
+        if number:
+            # Of these words each piece is added up into a row of its own first.
+            piece = torch.repeat_interleave(pieces, output_size=number)
+            last, places = pieces.cumsum(0), torch.arange(number, device=pieces.device)
+            starts = begins[piece] + LONGEST * (places - (last - pieces)[piece])
+            partial = self.values.new_empty(number, hidden.shape[1])
+            segments.add(starts, torch.minimum(starts + LONGEST, ends[piece]), places, partial, add=False)
+            which = long.nonzero().squeeze(1)
+            of_pieces = SegmentSums(partial, places.int(), torch.ones_like(partial[:, 0]), self.passes.compute)
+            of_pieces.add((last - pieces)[which], last[which], found[which], total, add=not fresh)
+            found, begins, ends = found[~long], begins[~long], ends[~long]
+        segments.add(begins, ends, found, total, add=not fresh)
+
+    def add_bias_gradient(self, factor: Tensor, total: Tensor) -> None:
+        PairGradient(self.passes, self.passes.pairs_of(self.chunk), self.values).add_bias_gradient(factor, total)
+
+
+class SegmentSums(NamedTuple):
+    """Rows of a matrix, in segments to be added up: one of the ``rows`` for each pair, times its factor."""
+
+    matrix: Tensor
+    rows: Tensor
+    factors: Tensor
+    operand: torch.dtype
+    """Dtype to which the rows are rounded."""
+
+    def add(self, begins: Tensor, ends: Tensor, places: Tensor, out: Tensor, *, add: bool) -> None:
+        """Write the sum of each segment of pairs into the row of ``out`` at its place; ``add``: onto it."""
+        if not len(begins):
+            return
+        with torch.cuda.device_of(out):
+            segment_kernel[(len(begins), triton.cdiv(out.shape[1], DEPTH))](
+                self.matrix,
+                self.rows,
+                self.factors,
+                begins,
+                ends,
+                places,
+                out,
+                out.shape[1],
+                self.matrix.stride(0),
+                out.stride(0),
+                ADD=add,
+                OPERAND=DTYPES[self.operand],
+                PAIRS=PAIRS,
+                DEPTH=DEPTH,
+                num_warps=WARPS,
+            )

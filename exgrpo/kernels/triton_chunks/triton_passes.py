@@ -1,7 +1,8 @@
 """The passes over a chunk of logits as Triton kernels: see `row_kernels`."""
 
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.passes import ByFormulas
+from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks import triton_tokens
@@ -27,7 +29,7 @@ ALIGNED = 16
 
 
 def plan_of(head: ChunkedHead) -> Plan:
-    """What the launch table has for a head, the fused product only where it can be."""
+    """Return the launch plan of a head, fused only where the product can be."""
     weight, operand = head.products.weight, head.options.operand
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
@@ -52,16 +54,24 @@ def rows_of(plan: Plan, memory: int | None, tokens: int, width: int, cost: Cost,
     return rows if rows >= tokens else chunking.full_waves(rows, width, processors)
 
 
+class Matrices(NamedTuple):
+    """Matrices of a chunk between its forward and its gradient."""
+
+    matrix: Tensor | None
+    """[rows, V]: raw products, or exponentials; None if no gradient follows a product that writes none."""
+    gradient: Tensor | None
+    """F [rows, V], but for the targets until `policy` is called; None: `chunk_gradient` makes it."""
+
+
 class TritonPasses(ByFormulas):
-    """Sums in one reading of the raw products; F in a second one, or during the first where it can be.
+    """Passes with the sums in one reading of the raw products; F in a second one, or during the first where it can be.
 
     F goes into a matrix of the operands' dtype where the gradient products take that, else over the products.
     """
 
     formulas = triton_tokens
     tile = chunking.TILE_ROWS
-    compacts = False
-    """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
+    block = None  # to know how many rows of a chunk have a gradient, the host would have to wait for the device
 
     def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
         self.head = head
@@ -72,14 +82,24 @@ class TritonPasses(ByFormulas):
         self.softcap = cap = head.options.softcap
         # By a tensor: a number would be rounded to float32 on its way.
         self._cap = None if cap is None else head.head.weight.new_full((1,), cap, dtype=head.dtype)
-        self._buffer: Tensor | None = None
-        self._narrow: Tensor | None = None
-        self._logits = head.head.weight.new_empty(0)
-        self._written: Tensor | None = None
-        """F of the chunk at hand, but for the targets until `policy` is called; None: `gradient` makes it."""
+        self.written_once = self.products.written_once
+
+    @cached_property
+    def buffer(self) -> Tensor:
+        """Scratch memory of a chunk, [rows, V]."""
+        return self._scratch(self.head.dtype)
+
+    @cached_property
+    def narrow(self) -> Tensor:
+        """Scratch memory of F in the operands' dtype, [rows, V]."""
+        return self._scratch(self.head.options.operand)
+
+    def _scratch(self, dtype: torch.dtype) -> Tensor:
+        rows, columns = min(self.chunk_rows(gradient_follows=True), self.head.count), self.head.shard.size
+        return self.head.head.hidden.new_empty(rows, aligned_columns(columns), dtype=dtype)[:, :columns]
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
-        """See `Passes`. What the backward needs a bound to be is asked for before the forward, which may need less."""
+        # A bound that is too small for the backward is refused before the forward, which may need less.
         weight, tokens, memory = self.head.head.weight, self.head.head.target.numel(), self.head.options.memory
         if memory is not None:
             chunking.rows_within(memory, tokens, self.cost(gradient_follows=True), chunking.TILE_ROWS)
@@ -88,7 +108,7 @@ class TritonPasses(ByFormulas):
         )
 
     def cost(self, gradient_follows: bool) -> Cost:
-        """What a walk allocates with these passes: the raw products, and what `Products` rounds."""
+        """Return the bytes of a walk with these passes: the raw products, and what `Products` rounds."""
         vocabulary, bias = self.head.shard.largest, self.head.head.bias
         products = self.products.cost(vocabulary)
         fixed = products.fixed + (0 if bias is None else 8 * vocabulary)
@@ -96,32 +116,38 @@ class TritonPasses(ByFormulas):
         scratch = products.scratch if bias is not None or not self.products.mixed else ()
         return Cost(fixed, row, scratch)
 
-    def sums(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> Sums:
-        """See `Passes`."""
-        logits = self._products(chunk)
-        write = gradient_follows and not with_entropy and self.softcap is None and self.head.products.mixed
-        self._written = self._narrow_memory(logits) if write else None
-        return self._sums_of_shards(chunk) if self.head.shard.group_name else self._statistics(chunk)
+    def chunk_forward(
+        self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False
+    ) -> tuple[Sums, Matrices]:
+        logits = self.products.logits(chunk.hidden, self.buffer[: len(chunk.hidden)])
+        write = gradient_follows and not with_entropy and self.softcap is None and self.products.mixed
+        held = Matrices(logits, self.narrow[: len(logits)] if write else None)
+        if self.head.shard.group_name:
+            return self._sums_of_shards(chunk, held), held
+        return self._statistics(chunk, held), held
 
-    def _sums_of_shards(self, chunk: Chunk) -> Sums:
-        """Anchored as one rank's are, but by what all ranks know: no rank reads a row again that no rank has to."""
+    def _sums_of_shards(self, chunk: Chunk, held: Matrices) -> Sums:
+        # Anchored as one rank's are, but by what all ranks know: no rank reads a row again that no rank has to.
         shard = self.head.shard
-        (at_target,) = shard.largest_of(self._target_logits(chunk))
-        own = self._statistics(chunk, at_target)
+        (at_target,) = shard.largest_of(self._target_logits(chunk, held))
+        own = self._statistics(chunk, held, at_target)
         (rest,) = shard.sum_of(own.rest)
         far = ~(rest <= LARGEST_SUM.value)
-        (largest,) = shard.largest_of(self._largest(far))
+        (largest,) = shard.largest_of(self._largest(held, far))
         anchor = torch.where(far, largest, at_target)
-        again = self._statistics(chunk, anchor, far)
+        again = self._statistics(chunk, held, anchor, far)
         found = torch.stack((again.rest, again.moment)), torch.stack((own.rest, own.moment))
         gap = at_target - anchor
         if chunk.temperature is not None:
             gap = gap / chunk.temperature
         return Sums(anchor, gap, *shard.sum_of(*torch.where(far, *found)))
 
-    def _statistics(self, chunk: Chunk, given: Tensor | None = None, listed: Tensor | None = None) -> Sums:
-        """The sums of this rank's part: of all rows, or of the listed ones; from given anchors, or from its own."""
-        logits = self._logits
+    def _statistics(
+        self, chunk: Chunk, held: Matrices, given: Tensor | None = None, listed: Tensor | None = None
+    ) -> Sums:
+        """Return the sums of this rank's part for all rows or the listed ones, from given anchors or its own."""
+        logits, written = held.matrix, held.gradient
+        assert logits is not None
         anchor, gap, rest, moment = logits.new_empty(4, logits.shape[0])
         if not logits.shape[1]:
             return Sums(anchor, gap.fill_(-torch.inf), rest.zero_(), moment.zero_())
@@ -129,7 +155,7 @@ class TritonPasses(ByFormulas):
             statistics_kernel[(logits.shape[0],)](
                 logits,
                 _or(self.bias, logits),
-                _or(self._written, logits),
+                _or(written, logits),
                 chunk.target.local(),
                 chunk.temperature,
                 _or(given, anchor),
@@ -143,88 +169,66 @@ class TritonPasses(ByFormulas):
                 logits.stride(0),
                 GIVEN=given is not None,
                 LISTED=listed is not None,
-                WRITE=self._written is not None,
+                WRITE=written is not None,
                 **self._compiled(),
             )
         return Sums(anchor, gap, rest, moment)
 
-    def policy(self, sums: Sums, chunk: Chunk, tokens: PolicyTokens, terms: RowTerms, out: Tensor) -> PolicyRows:
-        """See `Passes`; completes F where the pass for the sums has left it."""
-        matrix = self._written
+    def policy(
+        self, sums: Sums, chunk: Chunk, held: Matrices, tokens: PolicyTokens, terms: RowTerms, out: Tensor
+    ) -> PolicyRows:
+        # F, where the pass for the sums has left it, is completed at the targets.
+        matrix = held.gradient
         target = None if matrix is None else chunk.target.local()
         return triton_tokens.policy_rows(sums, tokens, terms, chunk.temperature, out, matrix, target)
 
-    def recall(self, chunk: Chunk, statistics: Statistics) -> None:
-        """See `Passes`: `gradient` reads the products themselves."""
-        self._products(chunk)
-        self._written = None
+    def chunk_gradient(
+        self, chunk: Chunk, held: Matrices | None, statistics: Statistics, factors: Factors
+    ) -> MatrixGradient:
+        if held is not None and held.gradient is not None:
+            return self.products.gradient(held.gradient)
+        logits = None if held is None else held.matrix
+        if logits is None:
+            logits = self.products.logits(chunk.hidden, self.buffer[: len(chunk.hidden)])
+        out, upstream = self.narrow[: len(logits)] if self.products.mixed else logits, factors.upstream
+        if logits.shape[1]:
+            with torch.cuda.device_of(logits):
+                gradient_kernel[(logits.shape[0],)](
+                    logits,
+                    _or(self.bias, logits),
+                    out,
+                    chunk.target.local(),
+                    chunk.temperature,
+                    statistics.anchor.contiguous(),
+                    statistics.mean.contiguous(),
+                    factors.at_target,
+                    factors.at_target if upstream is None else upstream.log_prob.contiguous(),
+                    factors.at_target if upstream is None else _or(upstream.entropy, factors.at_target).contiguous(),
+                    self._cap,
+                    logits.shape[1],
+                    logits.stride(0),
+                    PLAIN=upstream is None,
+                    **self._compiled(),
+                )
+        return self.products.gradient(out)
 
-    def select(self, kept: Tensor) -> None:
-        """See `Passes`."""
-        raise NotImplementedError("it does not compact")
-
-    def gradient(self, chunk: Chunk, statistics: Statistics, factors: Factors) -> Tensor:
-        """See `Passes`."""
-        if self._written is not None:
-            return self._written
-        logits, upstream = self._logits, factors.upstream
-        out = self._narrow_memory(logits) if self.head.products.mixed else logits
-        if not logits.shape[1]:
-            return out
-        with torch.cuda.device_of(logits):
-            gradient_kernel[(logits.shape[0],)](
-                logits,
-                _or(self.bias, logits),
-                out,
-                chunk.target.local(),
-                chunk.temperature,
-                statistics.anchor.contiguous(),
-                statistics.mean.contiguous(),
-                factors.at_target,
-                factors.at_target if upstream is None else upstream.log_prob.contiguous(),
-                factors.at_target if upstream is None else _or(upstream.entropy, factors.at_target).contiguous(),
-                self._cap,
-                logits.shape[1],
-                logits.stride(0),
-                PLAIN=upstream is None,
-                **self._compiled(),
-            )
-        return out
-
-    def _products(self, chunk: Chunk) -> Tensor:
-        """A chunk's raw products."""
-        self._logits = self.head.products.logits(chunk.hidden, self._memory(chunk, self.head.dtype))
-        return self._logits
-
-    def _memory(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """[rows, V] that the next chunk overwrites."""
-        if self._buffer is None:
-            most = self.chunk_rows(gradient_follows=True)
-            self._buffer = padded(min(most, self.head.count), self.head.shard.size, chunk.hidden, dtype)
-        return self._buffer[: len(chunk.hidden)]
-
-    def _narrow_memory(self, logits: Tensor) -> Tensor:
-        """[rows, V] of the operands' dtype beside the logits, that the next chunk overwrites."""
-        if self._narrow is None:
-            assert self._buffer is not None
-            self._narrow = padded(len(self._buffer), logits.shape[1], logits, self.head.options.operand)
-        return self._narrow[: len(logits)]
-
-    def _target_logits(self, chunk: Chunk) -> Tensor:
-        """The target's logit [rows]; -inf where this rank does not hold it."""
-        position, held, _ = chunk.target
-        if not self._logits.shape[1] or held is None:
-            return self._logits.new_full((len(position),), -torch.inf)
-        found = self._logits.gather(1, position)
+    def _target_logits(self, chunk: Chunk, matrices: Matrices) -> Tensor:
+        """Return the target's logit [rows]; -inf where this rank does not hold it."""
+        logits, (position, held, _) = matrices.matrix, chunk.target
+        assert logits is not None
+        if not logits.shape[1] or held is None:
+            return logits.new_full((len(position),), -torch.inf)
+        found = logits.gather(1, position)
         if self.bias is not None:
             found = found + self.bias.to(found.dtype)[position]
         if self.softcap is not None:
             found = self.softcap * torch.tanh(found / self.softcap)
         return torch.where(held, found, -torch.inf).squeeze(1)
 
-    def _largest(self, listed: Tensor) -> Tensor:
-        """The largest logits [rows] of the listed rows, -inf for others."""
-        logits = self._logits
+    def _largest(self, held: Matrices, listed: Tensor) -> Tensor:
+        """Return the largest logits [rows] of the listed rows, -inf for others."""
+        logits = held.matrix
+        assert logits is not None
         largest = logits.new_full((len(logits),), -torch.inf)
         if logits.shape[1]:
             with torch.cuda.device_of(logits):
@@ -241,7 +245,6 @@ class TritonPasses(ByFormulas):
         return largest
 
     def _compiled(self) -> dict[str, Any]:
-        """What all row kernels are compiled for."""
         return {
             "HAS_BIAS": self.bias is not None,
             "HAS_SOFTCAP": self.softcap is not None,
@@ -250,16 +253,10 @@ class TritonPasses(ByFormulas):
         }
 
 
-def padded(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised matrix whose row stride ALIGNED divides."""
-    return like.new_empty(rows, aligned_columns(columns), dtype=dtype)[:, :columns]
-
-
 def aligned_columns(columns: int) -> int:
-    """The next multiple of ALIGNED."""
+    """Return the next multiple of ALIGNED."""
     return -(-columns // ALIGNED) * ALIGNED
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A pointer for an argument that the kernel does not use."""
     return otherwise if tensor is None else tensor

@@ -169,5 +169,4 @@ def ratio_numbers(surrogate: Surrogate) -> tuple[float, float, float]:
 
 
 def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A contiguous vector, and a pointer for an argument that the kernel does not use."""
     return otherwise if tensor is None else tensor.contiguous()

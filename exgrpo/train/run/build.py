@@ -8,7 +8,6 @@ from pathlib import Path
 
 from exgrpo.heads.logit_map import measure
 from exgrpo.kernels.dispatch import leave_out, passed_over, requested
-from exgrpo.kernels.trials import head_trials
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
 from exgrpo.train.checkpoint.resume import AUTO, is_unsaved, set_aside
 from exgrpo.train.common.distributed import World, agree, on_main
@@ -201,11 +200,10 @@ def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None
     Raises:
         ConfigError: on every rank, if a requested backend fails on one.
     """
-    width = settings.source.config.get_text_config().hidden_size
 
     def find() -> dict[str, str]:
         try:
-            return passed_over(requested(backend, world.device), head_trials(world.device, settings.dtype, width))
+            return passed_over(requested(backend, world.device), world.device, settings.dtype)
         except RuntimeError as error:
             raise ConfigError(f"policy.kernel_backend: {error}") from None
 

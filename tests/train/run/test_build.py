@@ -29,10 +29,10 @@ def machine(monkeypatch):
     monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
     monkeypatch.setattr(extension, "MISSING", "")
     monkeypatch.setattr(dispatch, "_LEFT_OUT", {})
-    settings = SimpleNamespace(source=find_model("builtin:arithmetic"), dtype=torch.float32)
+    settings = SimpleNamespace(dtype=torch.float32)
 
     def settle(backend, world, fault=""):
-        monkeypatch.setattr(self_test, "fault", lambda name, trial, load: fault if name == "cpu" else "")
+        monkeypatch.setattr(self_test, "fault", lambda name, *_: fault if name == "cpu" else "")
         settle_kernels(backend, settings, world)
         return dispatch.automatic(CPU, torch.float32, backend_choice.LARGE + 1)
 
