@@ -7,7 +7,7 @@ from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.export import export
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.common.columns import COLUMNS, Column
-from exgrpo.train.replay import ExperienceConfig, Replay, ReplayState, MethodOptions
+from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay, ReplayState
 from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import make_run, some
 from tests.tools.experience.test_start import begin, trace, write
