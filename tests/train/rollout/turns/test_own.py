@@ -91,7 +91,7 @@ def test_the_columns_that_environment_and_reward_take_are_kept(guess, tmp_path):
         ("calculater", "unknown environment function 'calculater'; did you mean 'calculator'"),
         ("{folder}/none.py:game", "there is no file .*none.py"),
         ("{folder}/guess.py:gone", "there is no 'gone' in it"),
-        ("{folder}/guess.py:score", r"environment '.*' must take \(question, gold\), and columns .* behind a \*"),
+        ("{folder}/guess.py:score", r"environment '.*' must take \(question, gold\), and columns .* as keyword-only"),
     ],
 )
 def test_a_mistake_is_one_clear_error(guess, name, message):
