@@ -142,7 +142,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, scripted, caps
 def test_a_study_that_is_stopped_says_how_it_goes_on(tmp_path, scripted, capsys):
     scripted.interrupting = {("with", 0)}
     assert run(tmp_path, write(tmp_path)) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes it" in capsys.readouterr().err
 
 
 def test_one_study_at_a_time_uses_a_folder(tmp_path):
