@@ -76,7 +76,7 @@ class Candidates:
 
     def __getattr__(self, name: str) -> npt.NDArray:
         if name not in KNOWN and name not in columns_of("row", stored=True):
-            raise AttributeError(f"units have no {name}", name=name, obj=self)
+            raise AttributeError(f"candidates have no {name}", name=name, obj=self)
         values = vars(self)[name] = self._read(name)
         return values
 
