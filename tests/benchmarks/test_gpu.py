@@ -121,9 +121,7 @@ def test_a_part_ends_at_its_limit(heeds, monkeypatch, tmp_path):
     """By an interrupt, at which pytest still writes its report, or else killed."""
     monkeypatch.setattr(gpu, "GRACE", 1.0)
     ignore = "" if heeds else "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    begin = time.monotonic()
     assert gpu.run([sys.executable, "-c", f"{ignore}import time; time.sleep(60)"], {}, 5.0, tmp_path / "log") is None
-    assert time.monotonic() - begin < 30
     assert ("KeyboardInterrupt" in (tmp_path / "log").read_text()) == heeds
     assert gpu.problem_of(python("a", ""), None, tmp_path / "a", tmp_path / "log").startswith("its time was up: ")
 
