@@ -53,7 +53,7 @@ def test_tritons_interpreter_without_numpy_is_not_available():
     assert "Triton's interpreter (TRITON_INTERPRET) needs numpy, which is not installed" in done.stdout
 
 
-@pytest.mark.parametrize("program", ["doctor", "evaluate", "launch", "report", "serve", "main.py"])
+@pytest.mark.parametrize("program", ["doctor", "evaluate", "launch", "main.py"])
 def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
     package = ROOT / "exgrpo" / "train"
     done = with_torch_alone(package / program if program.endswith(".py") else f"exgrpo.tools.{program}")

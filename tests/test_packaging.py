@@ -177,16 +177,11 @@ def test_an_editable_installation_shows_no_warning(archive, tmp_path):
     assert json.loads((tmp_path / "shown.json").read_text()) == []
 
 
-def test_the_metadata_says_who_wrote_it_what_it_is_and_what_it_needs(wheel):
+def test_the_metadata_says_what_it_needs(wheel):
     with zipfile.ZipFile(wheel) as opened:
         (name,) = [name for name in opened.namelist() if name.endswith("/METADATA")]
         metadata = Parser().parsestr(opened.read(name).decode())
-    assert metadata["Author"] == "the exgrpo authors"
-    assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Version"] == exgrpo.__version__
-    assert "Typing :: Typed" in metadata.get_all("Classifier")
-    assert "GRPO" in metadata["Keywords"].split(",")
-    assert metadata["Project-URL"] == "Paper, https://arxiv.org/abs/2510.02245"
     assert [line for line in metadata.get_all("Requires-Dist") if "extra" not in line] == ["torch<2.16,>=2.11"]
     assert set(metadata.get_all("Provides-Extra")) == set(EXTRAS)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import exgrpo
 from exgrpo.train.config.options import Config
 from tests.signatures import FILE, entries, is_section
 
@@ -121,13 +120,3 @@ def test_signatures_and_defaults_are_those_that_were_written_down():
     mend = "`python -m tests.signatures` writes them down; CHANGELOG.md says what a user has to edit"
     assert not differing, f"parameters or defaults of public names are new or changed: {differing}; {mend}"
     assert not gone, f"public names are gone: {gone}; {mend}"
-
-
-def number(version):
-    return tuple(map(int, version.split(".")))
-
-
-def test_no_name_is_of_a_version_to_come_and_none_stands_twice():
-    sinces = [row[-1] for section in ("Python", "Programs", "Options") for row in rows(section)]
-    assert all(number(since) <= number(exgrpo.__version__) for since in sinces)
-    assert len({*NAMES, *PROGRAMS}) == len(NAMES) + len(PROGRAMS)

@@ -94,20 +94,3 @@ def test_the_tests_run_on_every_python_that_the_package_allows():
     (checks,) = (yaml.safe_load(file.read_text()) for file in WORKFLOWS if file.stem == "checks")
     first, last = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
     assert checks["jobs"]["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, last)]
-
-
-def test_hooks_start_programs_of_the_environment():
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    needed = " ".join(PROJECT["optional-dependencies"]["test"])
-    programs = {re.match(r"\.venv/bin/(\w+)", hook["entry"])[1] for hook in hooks}
-    assert programs == {"ruff", "mypy", "shellcheck", "actionlint"}
-    assert all(program in needed for program in programs)
-
-
-def test_who_reports_a_defect_is_asked_for_the_doctors_text():
-    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/defect.yml").read_text())
-    (asked,) = (field for field in form["body"] if field.get("id") == "doctor")
-    assert asked["validations"] == {"required": True}
-    assert "python -m exgrpo.tools.doctor" in asked["attributes"]["description"]
-    assert "python -m exgrpo.tools.doctor" in (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
-    assert not unknown(asked["attributes"]["description"])

@@ -83,17 +83,6 @@ def test_every_part_has_a_command_that_can_be_written_down():
             assert not any("{" in word for word in words)
 
 
-def test_what_a_part_needs_is_looked_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "ROOT", tmp_path)
-    monkeypatch.setitem(gpu.REMEDIES, "models/taught", "a study says how")
-    monkeypatch.setitem(gpu.REMEDIES, "no_such_module", "pip install it")
-    part = Part("study", 1, "true", needs="models/taught no_such_module torch")
-    module = "left out, it needs no_such_module: pip install it"
-    assert part.missing() == f"left out, it needs models/taught: a study says how; {module}"
-    (tmp_path / "models" / "taught").mkdir(parents=True)
-    assert part.missing() == module
-
-
 def test_a_failing_part_leaves_its_reason_and_the_next_one_runs(monkeypatch, tmp_path):
     bad = python("bad", "print('one test | failed'); raise SystemExit(3)")
     good = python("good", "print('text')", result=".txt")
@@ -127,22 +116,12 @@ def test_the_next_call_goes_on_and_what_failed_comes_last(monkeypatch, tmp_path,
     assert not gpu.begun(tmp_path, "another GPU").parts
 
 
-def test_parts_that_have_no_time_are_left_for_the_next_call(tmp_path, capsys):
-    part = python("long", "")
-    start = gpu.begun(tmp_path, "cpu")
-    assert not gpu.measure(start, [part], tmp_path, rehearse=False, deadline=time.monotonic() + 10)
-    assert "long: not begun, 0.2 minutes are left\n" in capsys.readouterr().out
-    assert not gpu.problems(written(tmp_path))
-
-
 @pytest.mark.parametrize("heeds", [True, False])
 def test_a_part_ends_at_its_limit(heeds, monkeypatch, tmp_path):
     """By an interrupt, at which pytest still writes its report, or else killed."""
     monkeypatch.setattr(gpu, "GRACE", 1.0)
     ignore = "" if heeds else "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-    begin = time.monotonic()
     assert gpu.run([sys.executable, "-c", f"{ignore}import time; time.sleep(60)"], {}, 5.0, tmp_path / "log") is None
-    assert time.monotonic() - begin < 30
     assert ("KeyboardInterrupt" in (tmp_path / "log").read_text()) == heeds
     assert gpu.problem_of(python("a", ""), None, tmp_path / "a", tmp_path / "log").startswith("its time was up: ")
 
@@ -155,50 +134,3 @@ def test_what_a_part_has_started_ends_with_it(tmp_path):
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.05)
-
-
-def test_the_record_has_the_rows_of_all_parts_and_who_was_left_out(tmp_path):
-    machine = record.Machine("a GPU", "a processor", "AVX512", 2, "3.12.3", {"torch": "2.11.0"})
-
-    def measured(date, group, left_out):
-        rows = [{"group": group, "row": "floor", "median": 1.0}]
-        return record.Record(date, "abc", False, machine, rows, left_out)
-
-    whole = gpu.joined(measured("2026-11-26", "by hand", {}), "one", measured("2026-11-26", "first try", {"a": ["x"]}))
-    whole = gpu.joined(whole, "two", measured("2026-11-27", "second", {"a": ["x"], "b": ["y"]}))
-    whole = gpu.joined(whole, "one", measured("2026-11-28", "first", {"a": ["z"]}))
-    assert whole.date == "2026-11-26"
-    assert [row["group"] for row in whole.rows] == ["by hand", "second", "first"]
-    assert whole.left_out == {"a": ["x", "z"], "b": ["y"]}
-    gpu.save(whole, tmp_path)
-    again = gpu.begun(tmp_path, "a GPU")
-    assert again.rows == whole.rows
-    assert [part["name"] for part in again.parts] == [part.name for part in PARTS]
-
-
-def test_a_file_that_is_no_record_is_refused(monkeypatch, tmp_path, capsys):
-    (tmp_path / "2026-11-27_cpu.json").write_text("{}")
-    assert call(monkeypatch, tmp_path, python("good", "")) == 2
-    assert "2026-11-27_cpu.json is no record" in capsys.readouterr().err
-
-
-SUMMARY = "  product_kernel (132, 1, 1)x(384, 1, 1), Context 1, Stream 7, Device 0, CC 9.0\n    Duration us 900"
-
-
-@pytest.mark.parametrize(
-    ("output", "problem"),
-    [
-        (f"==PROF== Connected to process 7 (/usr/bin/python3)\n{SUMMARY}", ""),
-        ("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM", "it measured nothing: ==ERROR== ERR_NVGPUCTRPERM"),
-        ("==WARNING== No kernels were profiled.", "it measured nothing: ==WARNING== No kernels were profiled."),
-    ],
-)
-def test_a_profile_is_a_summary_or_a_reason(output, problem, tmp_path, monkeypatch):
-    ncu = tmp_path / "ncu"
-    ncu.write_text(f'#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\ncat >"$2" <<\'END\'\n{output}\nEND\n')
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert call(monkeypatch, tmp_path / "out", gpu.profile("product", "product_kernel")) == int(bool(problem))
-    (part,) = written(tmp_path / "out").parts
-    assert part["problem"] == problem
-    assert problem or part["text"] == SUMMARY

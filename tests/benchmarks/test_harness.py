@@ -20,11 +20,10 @@ from benchmarks.heads import (
     exact,
     make_problem,
 )
-from benchmarks.measure import ROWS, Result, measure
+from benchmarks.measure import ROWS, measure
 from benchmarks.peers import PEERS
-from benchmarks.record import Machine, Record, read, write
+from benchmarks.record import read, write
 from benchmarks.render import RESULTS, grids, main, markdown
-from benchmarks.timing import Groups
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
 from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
@@ -147,24 +146,6 @@ def test_rows_take_turns_and_each_goes_first():
     assert [names[0] for names in rounds] == ["a", "b", "c", "a", "b"]
 
 
-def test_a_row_that_fails_says_why_and_the_others_go_on():
-    def broken():
-        raise ValueError("no such kernel")
-
-    seconds, failed = interleave({"floor": int, "broken": broken}, CPU, 0.0)
-    assert failed == {"broken": "ValueError: no such kernel"}
-    assert len(seconds["floor"]) == 5
-
-
-@pytest.mark.parametrize(
-    ("row", "outcome"), [("a peer", pytest.skip.Exception), ("exgrpo torch", pytest.fail.Exception)]
-)
-def test_a_peer_that_raises_is_skipped_and_one_of_ours_fails(row, outcome):
-    groups = Groups(ours="exgrpo torch")
-    with pytest.raises(outcome, match="RuntimeError: broken"):
-        groups.report("group", row, lambda: {row: Result(failure="RuntimeError: broken")}, benchmark=None)
-
-
 @pytest.mark.parametrize("mebibytes", [40, 200])
 def test_peak_memory_of_a_known_allocation(mebibytes):
     def allocate():
@@ -176,7 +157,7 @@ def test_peak_memory_of_a_known_allocation(mebibytes):
     assert peak_bytes(allocate, CPU) == pytest.approx(mebibytes << 20, abs=4 << 20)
 
 
-@pytest.mark.parametrize("shape", [(512, 64, 1000), (256, 256, 8000), (128, 512, 32000)])
+@pytest.mark.parametrize("shape", [(512, 64, 1000), (256, 256, 8000)])
 def test_inputs_are_as_sharp_as_a_language_model(shape):
     inputs = make_inputs(*shape, torch.float32, CPU)
     again = make_inputs(*shape, torch.float32, CPU)
@@ -192,34 +173,6 @@ def test_inputs_are_as_sharp_as_a_language_model(shape):
     assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
 
 
-FACTS = {
-    "row": "exgrpo cpu",
-    "median": 1 / 3,
-    "iqr": 0.1,
-    "peak_bytes": 123_456_789,
-    "replayed": 0,
-    "phases": {"a": 2 / 3},
-}
-
-
-def a_record(rows):
-    machine = Machine("cpu", "a processor", "AVX512", 2, "3.11.7", {"torch": "2.13.0"})
-    return Record("2026-11-21", "0123456789abcdef", False, machine, rows)
-
-
-def test_a_record_is_read_as_it_was_written_to_nine_digits(tmp_path):
-    written = a_record(
-        [{"group": "g", **FACTS, "log_prob_error": None, "wrong": False}, {"group": "h", **FACTS, "wrong": True}]
-    )
-    write(written, tmp_path / "record.json")
-    again = read(tmp_path / "record.json")
-    facts = {**FACTS, "median": 0.333333333, "phases": {"a": 0.666666667}}
-    assert again == a_record([{"group": "g", **facts}, {"group": "h", **facts, "wrong": True}])
-    assert markdown(again) == markdown(written)
-    lines = (tmp_path / "record.json").read_text().splitlines()
-    assert ['"row"' in line for line in lines].count(True) == 2  # a line for each row
-
-
 def test_records_in_the_repository_are_their_pages(tmp_path):
     records = sorted(RESULTS.glob("*_*.json"))
     assert records
@@ -229,7 +182,7 @@ def test_records_in_the_repository_are_their_pages(tmp_path):
         assert (tmp_path / record.name).read_text() == record.read_text()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"benchmarks": []}', '{"machine": {}, "rows": []}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"machine": {}, "rows": []}'])
 def test_a_file_that_is_no_record_is_refused(text, tmp_path, capsys):
     (tmp_path / "other.json").write_text(text)
     assert main([str(tmp_path / "other.json"), "--output", str(tmp_path / "results")]) == 2

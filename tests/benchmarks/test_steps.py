@@ -5,38 +5,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import test_training_step
 from benchmarks.plots import draw
-from benchmarks.programs import ROOT, ProgramError, answer_of
+from benchmarks.programs import ROOT
 from benchmarks.render import grids
-from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL, VLLM
-from benchmarks.workloads import END, ON_GPU, PROMPT, TINY, write_model
-
-FAKE = """
-import os, signal, sys
-def main(argv):
-    print("a library greets")
-    if argv[1] == "fail":
-        sys.exit("out of luck")
-    if argv[1] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    open(argv[0], "w").write('{"asked": "' + argv[1] + '"}')
-    return 0
-"""
-
-
-def test_a_program_answers_or_says_why_it_does_not(tmp_path, monkeypatch):
-    (tmp_path / "fake_program.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert answer_of("fake_program", tmp_path / "out.json", "x") == {"asked": "x"}
-    with pytest.raises(ProgramError, match="ended with exit status 1:\na library greets\nout of luck"):
-        answer_of("fake_program", tmp_path / "out.json", "fail")
-    with pytest.raises(ProgramError, match=r"exit status -9 \(killed: is there enough memory\?\)"):
-        answer_of("fake_program", tmp_path / "out.json", "killed")
-
+from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL
+from benchmarks.workloads import TINY
 
 PEAKS = """
 import json, subprocess, sys
@@ -109,26 +84,3 @@ def test_a_step_of_trl_is_measured_by_phase(tmp_path):
     assert {"generate", "grade", "score", "update"} == row.facts["phases"].keys()
     assert row.facts["generated_tokens"] == TINY.groups * TINY.samples * TINY.max_tokens
     assert row.facts["times_trl"] == (1.0, 1.0, 1.0)
-
-
-def test_without_trl_its_row_is_skipped_and_the_others_are_there(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert test_training_step.missing(ON_GPU[0]) == {
-        TRL: "trl is not installed: pip install trl==1.16.0",
-        **dict.fromkeys((VLLM, *test_training_step.ON_GPU), "vllm is not installed: pip install vllm"),
-    }
-    steps = {ON_POLICY: [step(3.0, 100, {"update": 1.0})], EXGRPO: [step(2.0, 50, {"update": 1.0})]}
-    assert "times_trl" not in test_training_step.results(steps)[EXGRPO].facts
-
-
-def test_random_models_never_end_an_answer(tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END)
-    write_model(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **sizes, **ends), tmp_path)
-    model, tokenizer = LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    prompt = " ".join(f"w{i}" for i in range(1, PROMPT + 1))
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    assert ids.tolist() == [list(range(1, PROMPT + 1))]
-    probabilities = torch.softmax(model(ids).logits.double(), -1)
-    assert probabilities[..., END].max() < 1e-12
-    assert (probabilities[..., 1:].max(-1).values < 0.01).all()  # the others are about equally likely

@@ -1,6 +1,5 @@
 """examples/ as a user starts them, each in a process of its own; the sizes of runs are smaller."""
 
-import ast
 import json
 import os
 import re
@@ -21,13 +20,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMITS = ("--questions=8", "--rollout.samples=4", "--data.train_limit=8", "--data.test_limit=8")
 SMALL = ("--recipe", "builtin:countdown", *LIMITS, "--preflight=off")
 """All questions are asked in every step, so that stored answers are soon replayed more than once."""
-
-
-@pytest.mark.parametrize("name", ["trl_replay.py", "bare_loop.py", "own_method.py", "own_reward.py"])
-def test_an_example_says_how_it_is_started(name):
-    help_text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()))
-    assert "\n    python " in help_text
-    assert "What to change next: " in help_text
 
 
 def printed(folder, *command, **also):
@@ -158,13 +150,10 @@ def test_a_run_is_graded_by_the_server(tmp_path):
     [
         ("(3 + 5) * 8 - 9", 0.5),
         ("9 + 8 * 5 + 3", 0.125),  # 52 is 3 away
-        ("3 + 5 + 8 + 9 + 0", 0),
         ("3 + 5 + 8", 0),
         ("(3 + 5) * 8 - 9 = 55", 0),
         ("3 / (5 - 5) + 8 + 9", 0),
-        ("8 ** 9 + 5 - 3", 0),
         ("__import__('os')", 0),
-        ("", 0),
     ],
 )
 def test_the_server_grades_as_the_reward_of_the_task(expression, close):

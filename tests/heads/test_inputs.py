@@ -131,16 +131,6 @@ def test_a_quantised_head_is_refused(dtype):
         head_inputs(Quantised(), torch.zeros(3, 8))
 
 
-@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
-def test_a_head_quantised_by_bitsandbytes_is_refused(kind):
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    head = getattr(bitsandbytes.nn, kind)(64, 128, bias=False)
-    quantised = {"Linear4bit": torch.uint8, "Linear8bitLt": torch.int8}[kind]
-    head.weight = torch.nn.Parameter(torch.zeros(4096, 1, dtype=quantised), requires_grad=False)
-    with pytest.raises(TypeError, match=f"{kind}.weight: .*is quantised"):
-        head_inputs(head, torch.zeros(3, 64))
-
-
 def test_plain_tensors_are_no_shards():
     with pytest.raises(TypeError, match="weight: expected a DTensor, got Tensor"):
         vocab_shard(torch.zeros(4, 2))

@@ -1,7 +1,6 @@
 """Liger's module of the same name is the oracle: its losses, metrics and gradients, on the CPU in plain torch."""
 
 import inspect
-import sys
 from importlib.util import find_spec
 
 import pytest
@@ -103,8 +102,7 @@ def test_without_old_log_probabilities_every_ratio_is_1(beta):
     compare(batch() | {"old_per_token_logps": None}, beta=beta)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("shape", [(ROWS, LENGTH), (ROWS, 1), (ROWS,)])
+@pytest.mark.parametrize(("shape", "beta"), [((ROWS, LENGTH), 0.1), ((ROWS, 1), 0.0), ((ROWS,), 0.1)])
 def test_weights_for_what_another_engine_sampled(shape, beta):
     weight = torch.rand(shape) * (torch.rand(shape) > 0.3)
     compare(batch() | {"vllm_is_ratio": weight}, beta=beta, loss_type="grpo")
@@ -154,9 +152,6 @@ def test_in_bfloat16_it_is_nearer_to_the_exact_loss_than_theirs(beta):
     ("option", "value"),
     [
         ("loss_type", "cispo"),
-        ("loss_type", "sapo"),
-        ("loss_type", "vespo"),
-        ("loss_type", "luspo"),
         ("importance_sampling_level", "sequence"),
         ("delta", 4.0),
     ],
@@ -174,14 +169,6 @@ def test_what_is_missing_or_of_the_wrong_shape_is_named():
         LigerFusedLinearGRPOLoss(beta=0.0)(**call, vllm_is_ratio=torch.ones(2))
     with pytest.raises(ValueError, match="ref_input.*use_ref_model"):
         LigerFusedLinearGRPOLoss()(**call | {"ref_input": None})
-
-
-def test_it_needs_no_liger(monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    monkeypatch.delitem(sys.modules, "exgrpo.integrations.liger")
-    from exgrpo.integrations import liger
-
-    assert liger.LigerFusedLinearGRPOLoss(beta=0.0)(**batch())[0].isfinite()
 
 
 def check_rank(rank):

@@ -117,13 +117,17 @@ def learn(actor, sequences, attention_mask, action_mask, upstream):
     return log_probs.detach(), entropy.detach(), *gradients
 
 
-MIXED = [(True, False), (False, True)]
-ALIKE = [pytest.param(both, both, marks=pytest.mark.long) for both in (False, True)]
-
-
-@pytest.mark.parametrize(("tied", "packing"), MIXED + ALIKE)
-def test_a_patched_actor_gives_what_the_actor_gave(openrlhf, packing, tied):
-    actor = make_actor(openrlhf, packing=packing, tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("name", "packing", "config"),
+    [
+        ("Qwen2", False, {"tie_word_embeddings": True}),
+        ("Qwen2", True, {"tie_word_embeddings": False}),
+        ("Gemma2", False, {"head_dim": 8, "final_logit_softcapping": 5.0, "initializer_range": 0.3}),
+        ("Granite", False, {"logits_scaling": 4.0, "initializer_range": 0.3}),
+    ],
+)
+def test_a_patched_actor_gives_what_the_actor_gave(openrlhf, name, packing, config):
+    actor = make_actor(openrlhf, name, packing=packing, **config)
     batch, upstream = rollouts(), tuple(torch.randn(2, 3, 6))
     expected = learn(actor, *batch, upstream)
     sequences, attention_mask, _ = batch
@@ -151,38 +155,6 @@ def test_no_logits_are_made_for_what_the_action_mask_leaves_out(openrlhf, monkey
     _, output = actor(sequences, action_mask, attention_mask=attention_mask, return_output=True)
     assert output.logits is None
     assert [(labels != -100).sum() for labels in seen] == [action_mask.sum()]
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 5.0}),
-        ("Cohere", {"logit_scale": 0.3}),
-        ("Granite", {"logits_scaling": 4.0}),
-    ],
-)
-def test_a_softcap_and_a_scale_are_those_of_the_model(openrlhf, name, config):
-    actor = make_actor(openrlhf, name, initializer_range=0.3, **config)
-    batch, upstream = rollouts(), tuple(torch.randn(2, 3, 6))
-    expected = learn(actor, *batch, upstream)
-    patch_actor(actor)
-    torch.testing.assert_close(learn(actor, *batch, upstream), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_that_does_more_with_its_logits_is_refused(openrlhf):
-    actor = make_actor(openrlhf)
-    own = actor.model.forward
-
-    def forward(*args, **kwargs):
-        output = own(*args, **kwargs)
-        output["logits"] = output["logits"] + 1
-        return output
-
-    actor.model.forward = forward
-    with pytest.raises(ValueError, match="more with its logits than a softcap and a scale"):
-        patch_actor(actor)
-    sequences, attention_mask, _ = rollouts()
-    assert actor(sequences, attention_mask=attention_mask, return_output=True).logits.shape == (3, 13, 211)
 
 
 def test_a_head_with_lora_is_refused_and_one_below_it_is_right(openrlhf):

@@ -9,9 +9,8 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 
 from datasets import Dataset, concatenate_datasets
 
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
 from exgrpo.integrations.trl_replay import distinct_rows
-from tests.integrations.trl_trainers import QUESTIONS, WrittenAnswers, options, questions, reward, tokenizer
+from tests.integrations.trl_trainers import QUESTIONS, exgrpo, questions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,22 +22,14 @@ ROW = {
 }
 
 
-class Written(ExGRPOTrainer, WrittenAnswers):
-    """ExGRPO on written answers."""
-
-
-def trainer_of(folder: Path, model: Path, data: Dataset, **changes: Any) -> Written:
-    given = {"start_pass_rate": 0.0, "per_device_train_batch_size": 16, "refills": 1, **changes}
-    config = ExGRPOConfig(**options(folder, **given))
-    return Written(str(model), reward, config, data, processing_class=tokenizer())
-
-
 def test_a_run_in_trl_on_repeated_rows_is_that_on_each_row_once(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once = questions().add_column("index", list(range(QUESTIONS)))
     often = concatenate_datasets([once, *(once.map(lambda row: {"index": row["index"] + 100}) for _ in range(4))])
-    runs = [trainer_of(tmp_path / str(len(data)), model, data, num_train_epochs=2) for data in (once, often)]
+    runs = [
+        exgrpo(tmp_path / str(len(data)), model, data=data, num_train_epochs=2, refills=1) for data in (once, often)
+    ]
     assert capsys.readouterr().out == f"train_dataset: {5 * QUESTIONS} rows, {QUESTIONS} questions\n"
     for trainer in runs:
         trainer.train()
@@ -52,7 +43,7 @@ def test_a_run_in_trl_on_repeated_rows_is_that_on_each_row_once(
     tables = [trainer.replay.memory.table.column("question").tolist() for trainer in runs]
     assert tables[0] == tables[1]
     with pytest.raises(ValueError, match=r"takes 16 different questions and there are 12 in 60 rows"):
-        trainer_of(tmp_path, model, often, per_device_train_batch_size=64)
+        exgrpo(tmp_path, model, data=often, per_device_train_batch_size=64)
 
 
 def changed(**columns: Any) -> dict[str, Any]:

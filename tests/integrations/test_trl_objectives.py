@@ -111,8 +111,7 @@ REWARDS = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0])
 """Of four groups of two: the third one is all right, and the last one all wrong."""
 
 
-@pytest.mark.parametrize("beta2", [1e-3, 0.05])
-@pytest.mark.parametrize("layout", [Padded(), Packed()])
+@pytest.mark.parametrize(("layout", "beta2"), [(Padded(), 1e-3), (Packed(), 0.05)])
 def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, beta2: float) -> None:
     """OAPL is the loss of A2PO, with the value that A2PO estimates from answers of its reference."""
     inputs, beta1 = batch(), 0.7

@@ -21,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GRPO = {"ratio": 0.0, "asked": QUESTIONS, "max_steps": 3}
 
 
-def replaying(trainer: Recorded) -> list[bool]:
-    return [log["experience/replayed"] > 0 for log in trainer.state.log_history[:-1]]
-
-
 def test_the_first_groups_with_a_gradient_are_trained_on(tmp_path: Path, model: Path) -> None:
     trainer = trainer_of(tmp_path, model, refills=2, **GRPO)
     trainer.train()
@@ -77,20 +73,6 @@ def test_answers_that_are_masked_count_in_their_group_with_their_reward(tmp_path
     trainer._generate_single_turn = cut
     trainer.train()
     assert trainer.state.log_history[0]["experience/refilled"] == min(QUESTIONS, 2 * B) - B
-
-
-def test_refills_go_with_replay(tmp_path: Path, model: Path) -> None:
-    trainer = trainer_of(tmp_path, model, refills=2, weigh="ratio", **{**GRPO, "ratio": 0.5, "max_steps": 4})
-    trainer.train()
-    assert any(replaying(trainer))
-    for generation in range(4):
-        rows = trainer.rows(generation)
-        differing = {group.question for group in trainer.history[generation] if group.differs}
-        fresh = {row.answer[0] for row in rows if not row.replayed}
-        joined = {row.answer[0] for row in rows if row.replayed}
-        assert fresh <= differing | joined
-        assert len(fresh | joined) <= B
-        assert_loss(trainer, rows, generation, "dr_grpo")
 
 
 class Sampled(Recorded):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.integrations.trl_batch import deal, places
+from exgrpo.integrations.trl_batch import deal
 from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
 from exgrpo.train.checkpoint.store import read_checked, write_checked
 from exgrpo.train.common.step_batch import StepBatch
@@ -53,30 +53,10 @@ def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     assert plan.fillers <= set(asked)
 
 
-def test_stored_answers_take_the_last_places() -> None:
-    groups = [PlannedGroup(0, 3), PlannedGroup(1, 1, choose=2), PlannedGroup(2, 3, choose=1)]
-    joined = Row(replayed=True)
-    stored = make_batch([(0, []), (1, [joined, joined]), (2, [joined])])
-    place = placed(groups, stored, 3)
-    assert place.tolist() == [4, 5, -1]
-    batch = make_batch([(group.question, [Row()] * group.fresh) for group in groups]).beside(stored)
-    assert places(batch, 3, 3)[batch.replayed].tolist() == place.tolist()
-
-
 @pytest.mark.parametrize("planned", [PlannedGroup(7, 0, choose=3), PlannedGroup(7, 4), PlannedGroup(7, 1, choose=1)])
 def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> None:
     with pytest.raises(ValueError, match="compose: question 7 has .* 1 to 3 fresh ones"):
         placed([planned], make_batch([(7, [Row(replayed=True)] * planned.choose)]), 3)
-
-
-def test_a_saved_state_goes_on_with_the_same_draws(tmp_path: Path) -> None:
-    replay, other = (Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0), 4), 20, seed) for seed in (0, 1))
-    replay.take_in(graded({question: [1.0, 0.0, 0.0, 1.0] for question in range(8)}), 0)
-    replay.plan(8, 1)
-    save_replay(tmp_path, replay, 1)
-    assert load_replay(tmp_path, other) == 1
-    for _ in range(4):
-        assert other.plan(8, 1) == replay.plan(8, 1)
 
 
 def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:

@@ -13,20 +13,18 @@ pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,
 
 from transformers import AutoModelForCausalLM
 
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.integrations.trl import ExGRPOTrainer
 from exgrpo.tools.experience.convert import ANSWERS, import_answers
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.run.traces import read_traces
-from tests.integrations.trl_trainers import WrittenAnswers, grpo, options, questions, reward, tokenizer
+from tests.integrations.trl_trainers import WrittenAnswers, exgrpo, grpo, questions, reward, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOGGED = {"question": "prompt", "response": "completion"}
 EXPERT = ["3+4=7", "1 + 2 = 3", "12", "\\boxed{5}", "7-2=5", "2*3=6"]
 RUN = {
-    "start_pass_rate": 0.0,
-    "per_device_train_batch_size": 16,
     "save_strategy": "steps",
     "save_steps": 2,
     "max_steps": 4,
@@ -35,13 +33,8 @@ RUN = {
 }
 
 
-class Written(ExGRPOTrainer, WrittenAnswers):
-    """ExGRPO on written answers."""
-
-
-def trainer_of(folder: Path, model: Path, **changes: Any) -> Written:
-    config = ExGRPOConfig(**options(folder, **{**RUN, **changes}))
-    return Written(str(model), reward, config, questions(), processing_class=tokenizer())
+def trainer_of(folder: Path, model: Path, **changes: Any) -> ExGRPOTrainer:
+    return exgrpo(folder, model, **{**RUN, **changes})
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -60,7 +53,7 @@ def stored(trainer: ExGRPOTrainer) -> list[Trajectory]:
     return list(trainer.replay.memory.all_trajectories())
 
 
-def begun(trainer: Written) -> dict[int, Trajectory]:
+def begun(trainer: ExGRPOTrainer) -> dict[int, Trajectory]:
     """What is stored when the first generation begins, by question."""
     found: dict[int, Trajectory] = {}
     plan = trainer.replay.plan
@@ -79,10 +72,7 @@ def test_answers_of_an_expert_are_encoded_graded_and_scored(
 ) -> None:
     trainer = trainer_of(tmp_path, model, start=expert(tmp_path / "expert.jsonl"), max_steps=1, temperature=0.7)
     found = begun(trainer)
-    assert (
-        f"the experience starts with 6 answers to 6 questions from {tmp_path}/expert.jsonl; 6 encoded from text, "
-        "6 graded, 6 with log-probs of this run's policy; left out: 1 to questions that are not trained on"
-    ) in capsys.readouterr().out
+    assert "the experience starts with 6 answers to 6 questions" in capsys.readouterr().out
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for i, text in enumerate(EXPERT):
         ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
@@ -94,26 +84,6 @@ def test_answers_of_an_expert_are_encoded_graded_and_scored(
         expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         np.testing.assert_allclose(found[i].log_prob, expected.numpy(), atol=5e-5)
     assert trainer.state.log_history[0]["experience/replayed"] == 2  # at once: half of four questions
-
-
-def test_own_experience_keeps_its_tokens_rewards_and_log_probs(tmp_path: Path, model: Path) -> None:
-    rows = []
-    for i, text in enumerate(EXPERT[:3]):
-        ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
-        prompt = tokenizer()(questions()[i]["prompt"])["input_ids"]
-        log_prob = [-0.25 * (place + 1) for place in range(len(ids))]
-        known = {"response": text, "response_ids": ids, "log_prob": log_prob, "reward": 1.0, "behaviour": "trainer"}
-        rows.append({"prompt_ids": prompt, "model": str(model), **known})
-    source = write(
-        tmp_path / "own.jsonl", *rows, {**rows[2], "model": "another", "response_ids": None, "log_prob": None}
-    )
-    found = begun(trainer_of(tmp_path, model, start=source, start_log_prob="keep", max_steps=1))
-    for i, row in enumerate(rows[:2]):
-        assert found[i].response.tolist() == row["response_ids"]
-        np.testing.assert_array_equal(found[i].log_prob, np.float32(row["log_prob"]))
-        assert found[i].reward == 1.0
-    assert len(found) == 3
-    assert not np.array_equal(found[2].log_prob, np.float32(rows[2]["log_prob"])), "of equal answers the last one"
 
 
 def test_a_run_begins_with_completions_that_trl_has_logged(tmp_path: Path, model: Path) -> None:
@@ -156,20 +126,12 @@ def test_gold_answers_tell_questions_apart(tmp_path: Path, model: Path) -> None:
     source = write(tmp_path / "two.jsonl", *({"question": "Say it.", "answer": "2", "response": "2"},))
     data = questions().select(range(6)).add_column("answer", ["x #### 1", "2", "3", "4", "5", "6"])
     data = data.map(lambda row, i: {"prompt": "Say it." if i < 2 else row["prompt"]}, with_indices=True)
-    config = ExGRPOConfig(**options(tmp_path, **{**RUN, "max_steps": 1, "start": source}))
-    trainer = Written(str(model), reward, config, data, processing_class=tokenizer())
-    assert list(begun(trainer)) == [1]
+    assert list(begun(trainer_of(tmp_path, model, data=data, max_steps=1, start=source))) == [1]
 
 
-@pytest.mark.parametrize(
-    ("start", "ratio", "message"),
-    [
-        ("nowhere.jsonl", 0.5, "there is no such file or folder of traces"),
-        ("others.jsonl", 0.5, r"nothing in .*others\.jsonl can be used: 1 to questions that are not"),
-        ("others.jsonl", 0.0, "ratio=0 never replays"),
-    ],
-)
-def test_refused(tmp_path: Path, model: Path, start: str, ratio: float, message: str) -> None:
-    write(tmp_path / "others.jsonl", {"question": "another one", "response": "1"})
-    with pytest.raises((DataError, ValueError), match=message):
-        trainer_of(tmp_path, model, start=str(tmp_path / start), ratio=ratio).train()
+def test_refused(tmp_path: Path, model: Path) -> None:
+    others = write(tmp_path / "others.jsonl", {"question": "another one", "response": "1"})
+    with pytest.raises(DataError, match=r"nothing in .*others\.jsonl can be used"):
+        trainer_of(tmp_path, model, start=others).train()
+    with pytest.raises(ValueError, match="ratio=0 never replays"):
+        trainer_of(tmp_path, model, start=others, ratio=0.0)

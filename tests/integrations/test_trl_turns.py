@@ -48,7 +48,7 @@ def trainer_of(folder: Path, model: Path, rollout: Any = None, **changes: Any) -
 
 @pytest.mark.parametrize("compose", ["mixed", "appended"])
 def test_a_rollout_function_gives_the_run_of_trl_s_own_rollouts(tmp_path: Path, model: Path, compose: str) -> None:
-    changes = {**METHODS[compose][1], "compose": compose, "refills": 1}
+    changes = {**METHODS[compose], "compose": compose, "refills": 1}
     runs = [trainer_of(tmp_path / str(of), model, rollout=of, **changes) for of in (None, roll_out)]
     for trainer in runs:
         trainer.train()
@@ -61,7 +61,7 @@ def test_a_rollout_function_gives_the_run_of_trl_s_own_rollouts(tmp_path: Path, 
 
 @pytest.mark.parametrize("compose", ["mixed", "appended"])
 def test_nothing_is_learnt_from_tokens_of_an_environment(tmp_path: Path, model: Path, compose: str) -> None:
-    changes = {**METHODS[compose][1], "compose": compose, "loss_type": "dapo", "weigh": "ratio", "ratio": 1.0}
+    changes = {**METHODS[compose], "compose": compose, "loss_type": "dapo", "weigh": "ratio", "ratio": 1.0}
     trainer = trainer_of(tmp_path, model, masked, **changes)
     trainer.train()
     replayed = 0
@@ -91,7 +91,7 @@ def test_what_stored_answers_lack_is_told(tmp_path: Path, model: Path) -> None:
         ValueError, match="rollout_func: returns judgement for rewards, which stored answers .* 'appended'"
     ):
         trainer_of(tmp_path, model, rollout=with_more).train()
-    added = trainer_of(tmp_path, model, rollout=with_more, compose="appended", **METHODS["appended"][1])
+    added = trainer_of(tmp_path, model, rollout=with_more, compose="appended", **METHODS["appended"])
     added.train()
     assert added.state.log_history[2]["experience/replayed"]
     prompts = Prompts()
@@ -173,7 +173,7 @@ def acting(folder: Path, model: Path, **changes: Any) -> Acting:
 
 
 def test_answers_with_an_environment_are_stored_and_replayed_beside_fresh_ones(tmp_path: Path, model: Path) -> None:
-    trainer = acting(tmp_path, model, compose="appended", **METHODS["appended"][1])
+    trainer = acting(tmp_path, model, compose="appended", **METHODS["appended"])
     trainer.train()
     call = trainer._tokenizer(CALL, add_special_tokens=False)["input_ids"]
     seen = {False: 0, True: 0}

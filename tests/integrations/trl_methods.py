@@ -1,18 +1,16 @@
-"""ExGRPO in TRL on written answers, with all that was written and all that came to the loss; and plain models of what
-each composition trains on.
-"""
+"""ExGRPO in TRL on written answers, with all that was written, chosen and came to the loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
+from exgrpo.integrations.trl import ExGRPOConfig
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import PlannedGroup
-from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
+from tests.integrations.trl_trainers import WrittenExGRPO, options, questions, reward, tokenizer
 
 K, B = 4, 4
 Answer = tuple[int, tuple[int, ...]]
@@ -44,11 +42,12 @@ class Written(NamedTuple):
         return len(set(self.rewards)) > 1
 
 
-class Recorded(ExGRPOTrainer, WrittenAnswers):
-    """Written answers; records what was written in each generation, and the inputs of the loss.
+class Recorded(WrittenExGRPO):
+    """Written answers; records what was written in each generation, what is trained on, and the inputs of the loss.
 
     Attributes:
         history: the groups of each generation, with those of refills appended.
+        settled: the batch of each generation whose `trained` groups the loss is of.
         losses: the micro-batches of each generation, with their log-probs and losses.
     """
 
@@ -69,6 +68,12 @@ class Recorded(ExGRPOTrainer, WrittenAnswers):
         self.history = [*getattr(self, "history", []), written]
         self.losses = [*getattr(self, "losses", []), []]
         return output, batch
+
+    def _trained_batch(
+        self, output: dict[str, torch.Tensor], batch: StepBatch, planned: int
+    ) -> dict[str, torch.Tensor]:
+        self.settled = [*getattr(self, "settled", []), batch]
+        return super()._trained_batch(output, batch, planned)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         log_prob, loss = self._log_probs(inputs), super()._compute_loss(model, inputs)
@@ -107,103 +112,18 @@ def trainer_of(folder: Path, model: Path, *, asked: int = B, rollout: Any = None
     return trainer
 
 
-class Expected(NamedTuple):
-    """Rows that a composition trains on.
-
-    Attributes:
-        fresh: exactly these.
-        replayed: exactly this many.
-        among: candidates of the replayed ones.
-        whole: True if these are whole groups, each of them a list in `among`.
-    """
-
-    fresh: list[Answer]
-    replayed: int
-    among: list[list[Answer]]
-    whole: bool = False
-
-
-History = list[list[Written]]
-
-
-def of_question(history: History, question: int) -> list[Answer]:
-    return [one for groups in history for group in groups if group.question == question for one in group.answers]
-
-
 def answers(groups: Sequence[Written]) -> list[Answer]:
     return [one for group in groups for one in group.answers]
 
 
-def mixed(past: History, now: list[Written]) -> Expected:
-    joined = {group.question: K - len(group.answers) for group in now}
-    assert all(joined[q] == (min(2, len(of_question(past, q)))) for q in joined)
-    return Expected(answers(now), sum(joined.values()), [of_question(past, q) for q in joined])
-
-
-def again(past: History, now: list[Written]) -> Expected:
-    return Expected(answers(now), 0, [])
-
-
-def appended(past: History, now: list[Written]) -> Expected:
-    stored = [of_question(past, group.question) for group in now]
-    return Expected(answers(now), sum(min(2, len(of_group)) for of_group in stored), stored)
-
-
-def beside(past: History, now: list[Written]) -> Expected:
-    fresh = answers([group for group in now if group.differs] or now)
-    stored = [answers(groups) for groups in past]
-    return Expected(fresh, min(len(fresh) // 2, sum(map(len, stored))), stored)
-
-
-def in_place(past: History, now: list[Written]) -> Expected:
-    dead = [group for group in now if not group.differs]
-    stored = [group.answers for groups in past for group in groups if group.differs]
-    given = min(len(dead), len(stored))
-    return Expected(answers([*(group for group in now if group.differs), *dead[given:]]), K * given, stored, True)
-
-
-def buffer(past: History, now: list[Written]) -> Expected:
-    assert len(now) == B // 2
-    stored = [answers(groups) for groups in [*past, now]]
-    return Expected([], min(B * K, sum(map(len, stored))), stored)
-
-
-def stale(past: History, now: list[Written]) -> Expected:
-    waited = [group.answers for group in (past[-1] if past else [])]
-    return Expected([], sum(map(len, waited)), waited, True)
-
-
-def rehearsal(past: History, now: list[Written]) -> Expected:
-    stored = [of_question([*past, now], group.question) for group in now]
-    return Expected(answers(now), 2 * len(stored[0]), stored, True)
-
-
-def bapo(past: History, now: list[Written]) -> Expected:
-    latest = {group.question: sum(group.rewards) for groups in past for group in groups}
-    hard = now[B:]
-    assert all(latest[group.question] <= 1 for group in hard)
-    assert bool(len(past) % 2) <= (not hard)
-    teaching = [group for group in now[:B] if group.differs] or now[:B]
-    batch = [*teaching, *(group for group in hard if sum(group.rewards) > latest[group.question])][:B]
-    names = {group.question for group in batch}
-    stored = [group.answers for groups in past for group in groups if 0.2 < group.mean < 0.6]
-    stored = [of_group for of_group in stored if of_group[0][0] not in names]
-    return Expected(answers(batch), K * min(B - len(batch), len(stored)), stored, True)
-
-
-METHODS: dict[str, tuple[Callable[[History, list[Written]], Expected], dict[str, Any]]] = {
-    "mixed": (mixed, {"admit": "all", "replayed": 2, "trajectory": "random"}),
-    "traced": (mixed, {"admit": "all", "replayed": 2, "trajectory": "random"}),
-    "again": (again, {"admit": "nothing", "prioritise": "middle", "band": [0.0, 1.0], "cooldown": 1}),
-    "appended": (appended, {"admit": "all", "replayed": 2, "trajectory": "random"}),
-    "beside": (beside, {"admit": "all", "prioritise": "advantage", "advantage": "stored", "ratio": 0.5}),
-    "in_place": (in_place, {"admit": "with_advantage", "prioritise": "newest"}),
-    "buffer": (buffer, {"admit": "all", "prioritise": "random", "advantage": "stored", "ratio": 0.5}),
-    "returning": (
-        buffer,
-        {"admit": "all", "prioritise": "least_used", "advantage": "stored", "ratio": 0.5, "band": [0.0, 1.0]},
-    ),
-    "stale": (stale, {"admit": "all", "lag": 1}),
-    "rehearsal": (rehearsal, {"admit": "all", "prioritise": "least_used", "ratio": 0.5}),
-    "bapo": (bapo, {"admit": "in_band", "band": [0.2, 0.6], "hard": 0.25, "prioritise": "random", "asked": 8}),
+METHODS: dict[str, dict[str, Any]] = {
+    "mixed": {"admit": "all", "replayed": 2, "trajectory": "random"},
+    "appended": {"admit": "all", "replayed": 2, "trajectory": "random"},
+    "beside": {"admit": "all", "prioritise": "advantage", "advantage": "stored", "ratio": 0.5},
+    "in_place": {"admit": "with_advantage", "prioritise": "newest"},
+    "buffer": {"admit": "all", "prioritise": "random", "advantage": "stored", "ratio": 0.5},
+    "stale": {"admit": "all", "lag": 1},
+    "rehearsal": {"admit": "all", "prioritise": "least_used", "ratio": 0.5},
+    "bapo": {"admit": "in_band", "band": [0.2, 0.6], "hard": 0.25, "prioritise": "random", "asked": 8},
 }
+"""Options of compositions; what they choose is tested with the replay."""

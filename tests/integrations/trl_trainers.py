@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
+from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
 from exgrpo.train.data.tasks.arithmetic import MODEL_FOLDER
 
 QUESTIONS = 12
@@ -95,6 +96,18 @@ class WrittenAnswers(GRPOTrainer):
             length = int(torch.randint(2, COMPLETION, (1,), generator=draw))
             answers.append([*torch.randint(3, 290, (length,), generator=draw).tolist(), tokenizer().eos_token_id])
         return answers, self.log_prob and [[self.log_prob] * len(answer) for answer in answers]
+
+
+class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
+    """ExGRPO on written answers."""
+
+
+def exgrpo(
+    folder: Path, model: Path, kind: type[ExGRPOTrainer] = WrittenExGRPO, data: Dataset | None = None, **changes: Any
+) -> ExGRPOTrainer:
+    changes = {"start_pass_rate": 0.0, "per_device_train_batch_size": 16, **changes}
+    config = ExGRPOConfig(**options(folder, **changes))
+    return kind(str(model), reward, config, data or questions(), processing_class=tokenizer())
 
 
 class Outcome(NamedTuple):

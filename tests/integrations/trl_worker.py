@@ -11,12 +11,7 @@ import deepspeed
 import torch
 from deepspeed.ops import __compatible_ops__
 
-from exgrpo.integrations.trl import ExGRPOConfig, ExGRPOTrainer
-from tests.integrations.trl_trainers import WrittenAnswers, options, questions, reward, tokenizer
-
-
-class Trainer(ExGRPOTrainer, WrittenAnswers):
-    """ExGRPO on written answers."""
+from tests.integrations.trl_trainers import exgrpo
 
 
 def main(runs: list[tuple[str, str, dict]]) -> None:
@@ -28,8 +23,7 @@ def main(runs: list[tuple[str, str, dict]]) -> None:
 
 
 def train(model: str, output: Path, changes: dict) -> None:
-    config = ExGRPOConfig(**options(output, **changes))
-    trainer = Trainer(model, reward, config, questions(), processing_class=tokenizer())
+    trainer = exgrpo(output, Path(model), **{"per_device_train_batch_size": 8, **changes})
     trainer.train()
     trainer.save_model(str(output / "model"))  # gathers under ZeRO-3
     if trainer.accelerator.is_main_process:

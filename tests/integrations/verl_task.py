@@ -19,10 +19,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **mo
 def write_task(folder: Path, reward: str, copies: int = 1) -> Path:
     """The files model/, questions.parquet and reward.py in a folder, which is made; a row's index is its copy.
 
-    Args:
-        folder: see above.
-        reward: an expression of `solution_str`, a number or a dict with a score.
-        copies: rows of each question.
+    `reward` is an expression of `solution_str`, a number or a dict with a score.
     """
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))

@@ -90,14 +90,6 @@ def test_a_method_that_does_nothing_is_equal_and_the_baseline_is_not_run_again(r
     assert len(referee.ran) == before, "nothing is run twice"
 
 
-def test_one_that_is_the_baseline_needs_no_run_that_counts(referee, capsys):
-    referee.stand("countdown")
-    (referee.folder / "mine.yaml").write_text("experience.ratio: 0\noptimizer.lr: 2.0e-4\n")
-    assert referee() == 0
-    assert referee.ran == []
-    assert "Pass@1 +0.000 (-0." in capsys.readouterr().out
-
-
 def test_it_is_held_against_the_preset_too(referee, monkeypatch, capsys):
     monkeypatch.setattr(studies.bench, "PRESET", "with")
     referee.stand("countdown", "arithmetic")

@@ -6,10 +6,8 @@ import pytest
 
 from exgrpo.train.common.errors import ConfigError
 from studies.climb import climb
-from studies.left import left_of
-from studies.results import ResultFile
 from studies.study import load_study
-from tests.studies.plans import result, write
+from tests.studies.plans import write
 
 RATES = tuple(2.0**i for i in range(-10, 11))
 COUNTS = tuple(range(1, 33))
@@ -19,7 +17,7 @@ def search(height, start, lines, trials=1000, **options):
     return climb([start], lines, trials, lambda one, other: height(one) > height(other), **options)
 
 
-@pytest.mark.parametrize("start", [(-10, 1), (10, 32), (0, 8), (3, 17)])
+@pytest.mark.parametrize("start", [(-10, 1), (10, 32)])
 def test_it_finds_the_top_of_a_hill_and_has_tried_its_neighbours(start):
     def height(choice):
         return -((math.log2(choice["lr"]) - 3) ** 2) - (choice["count"] - 17) ** 2 / 50
@@ -32,39 +30,11 @@ def test_it_finds_the_top_of_a_hill_and_has_tried_its_neighbours(start):
     assert len(found.tried) == len({tuple(one.items()) for one in found.tried}), "nothing is tried twice"
 
 
-def test_a_ridge_between_two_options_is_climbed_if_it_is_broad():
-    # The best count is twice the rate: neither option alone gets there.
-    found = search(
-        lambda choice: choice["lr"] - 10 * abs(math.log2(choice["count"] / choice["lr"]) - 1),
-        {"lr": 1.0, "count": 2},
-        {"lr": (1.0, 1.5, 2.0, 3.0, 4.0), "count": (2, 3, 4, 6, 8)},
-    )
-    assert found.best == {"lr": 1.0, "count": 2}, "a search of single options ends on a narrow ridge"
-    found = search(
-        lambda choice: choice["lr"] - 0.5 * abs(math.log2(choice["count"] / choice["lr"]) - 1),
-        {"lr": 1.0, "count": 2},
-        {"lr": (1.0, 2.0, 3.0, 4.0), "count": (2, 4, 6, 8)},
-    )
-    assert found.best == {"lr": 4.0, "count": 8}
-
-
 def test_it_ends_with_its_trials_and_says_so():
     found = search(lambda choice: choice["lr"], {"lr": RATES[0]}, {"lr": RATES}, trials=4)
     assert (found.best, len(found.tried), found.cut) == ({"lr": RATES[3]}, 4, True)
     found = search(lambda choice: choice["lr"], {"lr": RATES[0]}, {"lr": RATES[:4]}, trials=4)
     assert (found.best, found.cut) == ({"lr": RATES[3]}, False), "the line has no more values"
-
-
-def test_what_is_impossible_is_no_trial():
-    lines = {"lr": RATES, "count": COUNTS}
-    found = search(
-        lambda choice: choice["count"] + choice["lr"] / 100,
-        {"lr": 1.0, "count": 1},
-        lines,
-        possible=lambda choice: choice["count"] <= choice["lr"],
-    )
-    assert found.best == {"lr": RATES[-1], "count": 32}
-    assert all(choice["count"] <= choice["lr"] for choice in found.tried)
 
 
 def test_the_best_of_several_starts_is_climbed_from():
@@ -124,19 +94,6 @@ def test_steps_follow_from_a_budget_and_what_a_step_asks(tmp_path):
     assert [spent(arm, 100) for arm in arms] == [(5, 3), (20, 10), (2, 1)]
 
 
-def test_what_is_left_counts_a_run_for_each_trial(tmp_path):
-    arms = {"one": {"settings": {"optimizer.lr": 2e-4}, "seeds": [1, 2, 3], "trials": 3}}
-    search = {**SEARCH, "budget": {"answers": 320, "evaluations": 2}}
-    study = load_study(write(tmp_path, **BUDGET, search=search, arms=arms, baseline="one"))
-    results = ResultFile(tmp_path / "results.jsonl")
-    assert left_of(study, results, results.by_key.get).left == 2 + 1 + 3
-    first = next(study.known(results.by_key.get))
-    results.add(result(first.key, 0.1, seconds=2.0))
-    left = left_of(study, results, lambda key: 0.1 if key in results.by_key else None)
-    assert left.of == {("one", "countdown"): (1, 6)}
-    assert left.seconds == pytest.approx(5 * 10)
-
-
 def test_an_arm_begins_with_values_that_are_searched(tmp_path):
     with pytest.raises(ConfigError, match=r"arm without on countdown: optimizer.lr is .*, none of those searched over"):
         load_study(write(tmp_path, search={**SEARCH, "over": {"optimizer.lr": [1.0]}}))
@@ -146,10 +103,3 @@ def test_an_arm_begins_with_values_that_are_searched(tmp_path):
     own = {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 4e-4}], "trials": 1}
     with pytest.raises(ConfigError, match="arm without: 2 starts need as many trials, and it has 1"):
         load_study(write(tmp_path, search=SEARCH, arms={"without": own}))
-
-
-def test_an_arm_begins_with_its_own_values_then_with_those_of_all_and_with_more_of_its_own(tmp_path):
-    arms = {"one": {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 8e-4}]}}
-    search = {**SEARCH, "starts": [{"optimizer.lr": 1e-4}]}
-    study = load_study(write(tmp_path, search=search, arms=arms, baseline="one"))
-    assert [start["optimizer.lr"] for start in study.starts("countdown", "one")] == [2e-4, 1e-4, 8e-4]

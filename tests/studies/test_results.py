@@ -12,21 +12,16 @@ from tests.tools.report.pages import make_run
 
 def test_a_result_comes_back(tmp_path):
     given = result("a", 0.123456789, 0.2, seed=3)
-    ResultFile(tmp_path / "deep" / "runs.jsonl").add(given)
-    (found,) = ResultFile(tmp_path / "deep" / "runs.jsonl").by_key.values()
+    file = ResultFile(tmp_path / "deep" / "runs.jsonl")
+    file.add(given)
+    (found,) = ResultFile(file.path).by_key.values()
     assert found.settings == {"evaluation.samples": 8, "seed": 3}
     assert {name: getattr(found, name) for name in ("commit", "date", "processor", "versions")} == {
         name: getattr(given, name) for name in ("commit", "date", "processor", "versions")
     }
     for name, curve in given.curves.items():
         np.testing.assert_allclose(found.curves[name], curve, rtol=5e-5)  # five digits are kept
-
-
-def test_a_result_has_the_same_digits_before_and_after_it_is_read_again(tmp_path):
-    file = ResultFile(tmp_path / "runs.jsonl")
-    file.add(result("a", 0.123456789, 2 / 3))
-    for name, curve in ResultFile(file.path).by_key["a"].curves.items():
-        np.testing.assert_array_equal(file.by_key["a"].curves[name], curve)
+        np.testing.assert_array_equal(file.by_key["a"].curves[name], found.curves[name])
 
 
 def test_what_a_killed_program_did_not_finish_gives_way(tmp_path):
@@ -42,7 +37,7 @@ def test_what_a_killed_program_did_not_finish_gives_way(tmp_path):
         assert list(ResultFile(path).by_key) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"key": "a"}', "null", ""])
+@pytest.mark.parametrize("line", ["{", "[]", '{"key": "a"}'])
 def test_a_damaged_line_is_named(tmp_path, line):
     path = tmp_path / "runs.jsonl"
     path.write_text(f"{result('a', 0.1).to_line()}\n{line}\n")

@@ -145,17 +145,6 @@ def test_a_study_that_is_stopped_says_how_it_goes_on(tmp_path, scripted, capsys)
     assert "the same command resumes it" in capsys.readouterr().err
 
 
-def test_one_study_at_a_time_uses_a_folder(tmp_path):
-    (tmp_path / "runs").mkdir()
-    with studies.run.claim(tmp_path / "runs"):
-        program = [sys.executable, "-m", "studies.run", write(tmp_path), "--runs", tmp_path / "runs"]
-        other = subprocess.run(
-            [*program, "--results", tmp_path / "r.jsonl"], cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-    assert other.returncode == 2
-    assert "is in use by another process" in other.stderr
-
-
 def test_time_left_is_that_of_runs_on_the_same_task(tmp_path):
     study = load_study(write(tmp_path, seeds=[0, 1, 2]))
     results = ResultFile(tmp_path / "results.jsonl")

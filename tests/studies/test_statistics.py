@@ -8,9 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from studies.findings import Findings
-from studies.results import ResultFile
-from studies.run import RESULTS
 from studies.statistics import (
     FEWEST_SEEDS,
     break_even,
@@ -21,10 +18,7 @@ from studies.statistics import (
     interval_of,
     prices,
 )
-from studies.study import load_study
 from tests.studies.plans import result
-
-PRICED = ("generated_tokens", "gradient_tokens", "step")
 
 
 def test_an_interquartile_mean_is_of_the_middle_half_of_all_tasks():
@@ -93,13 +87,6 @@ def test_what_an_arm_saves_is_read_off_its_mean_curve():
     assert cost_ratio([*short, result("h", 0.0, 0.1, 0.5)], base).value == pytest.approx(125 / 200)
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0.1, 10))
-def test_a_cost_ratio_does_not_depend_on_the_unit(heights, unit):
-    base, other = [result("a", 0.0, 0.5)], [result("b", *heights)]
-    scaled = [[result("c", 0.0, 0.5, tokens=100 * unit)], [result("d", *heights, tokens=100 * unit)]]
-    assert cost_ratio(scaled[1], scaled[0]).value == pytest.approx(cost_ratio(other, base).value)
-
-
 def spent(run, generated, trained, seconds=None):
     """A run with other costs."""
     trained = np.array(trained, dtype=float)
@@ -137,17 +124,3 @@ def test_prices_are_those_that_the_runs_were_made_with(true, seed):
         for run in runs
     ]
     np.testing.assert_allclose(predicted, [run.curves["seconds"][-1] for run in runs], rtol=1e-6, atol=1e-8)
-
-
-def test_the_formula_tells_the_seconds_of_the_committed_runs():
-    """studies/results/README.md states these figures."""
-    study = load_study(RESULTS.parents[1] / "token_efficiency.yaml")
-    findings = Findings.of(study, ResultFile(RESULTS))
-    arm = next(arm for arm in findings.arms if arm.name == "efficient")
-    for task, ratio in {"colouring": 1.5, "countdown": 2.1, "arithmetic": 7.7}.items():
-        assert findings.break_even(arm, task).value == pytest.approx(ratio, abs=0.05)
-        prices, base = findings.prices(task), findings.baseline
-        spent = [findings.cost_ratio(arm, cost, task).value * findings.spent(base, cost, task) for cost in PRICED]
-        said = prices @ spent / (prices @ [findings.spent(base, cost, task) for cost in PRICED])
-        # The fit leaves 4 % of the seconds of a single run.
-        assert said == pytest.approx(findings.cost_ratio(arm, "seconds", task).value, rel=0.03)

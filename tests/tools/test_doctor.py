@@ -13,10 +13,9 @@ import pytest
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.chunks.products import Products
 from exgrpo.tools import checks, doctor
-from exgrpo.tools.checks import CheckFailedError, Skipped, tiny_run
-from exgrpo.tools.doctor import CHECKS, DoctorOptions, examine, recipe_of, run_check
+from exgrpo.tools.checks import CheckFailedError, Skipped
+from exgrpo.tools.doctor import CHECKS, examine, run_check
 from exgrpo.train.common import process
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.recipe import to_yaml
 from tests.tools import broken_checks
 from tests.tools.broken_checks import PIDS, REMEDY
@@ -76,22 +75,17 @@ def test_a_whole_run_on_the_cpu(tmp_path, temporary):
 
 def test_a_part_that_cannot_be_tried_is_skipped_and_the_text_tells_it(tmp_path):
     output = tmp_path / "told.md"
-    arguments = ("--recipe", "builtin:colouring", "--only", "kernels_cuda")
-    done = launch_module(PROGRAM, *arguments)
-    assert done.returncode == 0
-    assert done.stdout.startswith("# exgrpo doctor: 0 ok, 0 failed, 1 skipped\n")
-    assert "\n| kernels_cuda | skipped | it needs a GPU" in done.stdout
-    assert done.stderr == "kernels_cuda: skipped (1 of 1)\n"
-    done = launch_module(PROGRAM, *arguments, "--output", str(output))
+    done = launch_module(PROGRAM, "--recipe", "builtin:colouring", "--only", "kernels_cuda", "--output", str(output))
     assert (done.returncode, done.stdout) == (0, f"0 ok, 0 failed, 1 skipped: {output}\n")
+    assert done.stderr == "kernels_cuda: skipped (1 of 1)\n"
     assert output.read_text().startswith("# exgrpo doctor: 0 ok, 0 failed, 1 skipped\n")
+    assert "\n| kernels_cuda | skipped | it needs a GPU" in output.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--only", "kernel_cpu"), "error: --only: there is no check 'kernel_cpu'; there are versions, kernels_cpu, "),
-        (("--onyl", "versions"), "error: unknown option --onyl; did you mean --only?"),
         (("--timeout", "0"), "error: command line: timeout: "),
         (("--recipe", "builtin:none"), "error: unknown recipe 'builtin:none'"),
         (("--output", "no/such/folder/file.md"), "error: --output: no/such/folder/file.md cannot be written"),
@@ -103,17 +97,6 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message, m
     told = capsys.readouterr().err
     assert told.startswith(message)
     assert told.count("\n") == 1
-
-
-def test_without_a_recipe_it_is_the_default_run_in_bf16_and_else_the_recipe(tmp_path):
-    assert recipe_of(DoctorOptions()).policy.path == "builtin:arithmetic"
-    assert recipe_of(DoctorOptions()).policy.dtype == "bf16"
-    assert recipe_of(DoctorOptions(recipe="builtin:colouring")).policy.dtype == "fp32"
-    (tmp_path / "part.yaml").write_text("steps: 3")
-    part = recipe_of(DoctorOptions(recipe=tmp_path / "part.yaml"))
-    assert (part.steps, part.policy.path, part.data.train) == (3, "", ("",))
-    with pytest.raises(ConfigError, match="no such recipe"):
-        recipe_of(DoctorOptions(recipe=tmp_path / "none.yaml"))
 
 
 def test_the_program_needs_no_torch():
@@ -190,15 +173,8 @@ def test_a_signal_ends_the_doctor_with_its_checks_and_shows_what_it_has_found(te
     assert not list(temporary.glob("exgrpo_*"))
 
 
-def test_checks_have_a_remedy_and_name_all_backends():
-    assert set(checks.BACKENDS) == set(dispatch.BACKENDS)
-    for name, check in CHECKS.items():
-        assert name.isidentifier()
-        assert check.remedy
-        assert not check.remedy.endswith(".")
-
-
 def test_a_backend_that_computes_wrongly_fails_and_one_that_is_not_there_is_skipped(tmp_path, monkeypatch):
+    assert set(checks.BACKENDS) == set(dispatch.BACKENDS)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(Skipped, match="GPU"):
         checks.check_backend("cuda", configured(), tmp_path)
@@ -215,7 +191,6 @@ def test_a_backend_that_computes_wrongly_fails_and_one_that_is_not_there_is_skip
         ({}, ""),
         ({"loss": None}, "the loss is nan"),
         ({"grad_norm": 0.0}, "norm of its gradient 0"),
-        ({"grad_norm": float("inf")}, "norm of its gradient inf"),
         ({"skipped_updates": 1}, "skipped"),
         ({"skipped_updates": 1, "loss_scale": 2.0}, ""),
     ],
@@ -224,20 +199,6 @@ def test_a_step_without_finite_numbers_fails(changes, problem):
     found = checks.wrong_in({"skipped_updates": 0, "loss": 0.1, "grad_norm": 0.2, **changes})
     assert problem in found
     assert bool(found) == bool(problem)
-
-
-@pytest.mark.parametrize(("engine", "expected"), [(None, "auto"), ("vllm", "vllm")])
-def test_the_small_run_computes_as_the_recipe_does_and_leaves_its_size_and_servers(engine, expected, tmp_path):
-    asked = configured(
-        steps=500,
-        policy={"dtype": "bf16", "attention": "eager"},
-        rollout={"servers": ("http://localhost:1",), "engine": "server", "sleep_level": 1},
-    )
-    small = tiny_run(asked, tmp_path, engine)
-    assert (small.policy.dtype, small.policy.attention, small.rollout.sleep_level) == ("bf16", "eager", 1)
-    assert (small.rollout.engine, small.rollout.servers) == (expected, ())
-    assert (small.steps, small.rollout.check_every, small.policy.path) == (1, 1, "builtin:arithmetic")
-    assert small.output.folder == tmp_path
 
 
 def test_a_training_program_that_fails_is_told_with_its_error(tmp_path, monkeypatch):

@@ -1,21 +1,17 @@
 """`exgrpo train --dry-run`: configuration, plan, memory by part and FLOPs, and nothing is started."""
 
-import tracemalloc
 from io import StringIO
 
-import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 
 from exgrpo.tools import costs, dry_run, launch
-from exgrpo.tools.costs import GIB, OFFLOADED, cpu_memory, disk, step_tflops
-from exgrpo.tools.dry_run import machine
-from exgrpo.train.common.records import Trajectory
+from exgrpo.tools.costs import GIB, cpu_memory, step_tflops
 from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
 from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
-from tests.train.config.test_recipes import FOLDER, RECIPES
-from tests.train.shapes import PUBLISHED, SMALL, VOCABULARY, llama, recipe, shape_like
+from tests.train.config.test_recipes import FOLDER
+from tests.train.shapes import PUBLISHED, SMALL, recipe
 
 
 @pytest.fixture
@@ -64,25 +60,12 @@ def test_a_model_that_cannot_be_counted_has_no_plan(dry, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("h100x8", ("H100", 8)),
-        ("a100-80", ("A100-80", None)),
-        ("RTX4090", ("RTX4090", None)),
-        ("rtx4090x2", ("RTX4090", 2)),
-    ],
-)
-def test_a_machine_is_a_gpu_and_a_number(words, found):
-    assert machine(words) == found
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         (["--machine=h100"], "give --dry-run with it"),
         (["--dry-run", "--machine=h10"], "known ones are"),
         (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
-        (["--dry-run", "--policy.overrides", "rope_thetta=40000"], "has no 'rope_thetta'; did you mean 'rope_theta'?"),
+        (["--dry-run", "--policy.overrides", "rope_thetta=40000"], "has no 'rope_thetta'"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, tmp_path, given, message):
@@ -91,15 +74,6 @@ def test_a_mistake_is_one_line(capsys, tmp_path, given, message):
     assert said.startswith("error: ")
     assert message in said
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_has_costs(name):
-    """One gigabyte is too little for any of them."""
-    config = load_recipe(FOLDER / name)
-    lines = list(costs.costs(config, PUBLISHED["1.5B"](), 2, 5.0))
-    assert "this does not fit" in lines[0]
-    assert all(value > 0 for value in step_tflops(config, PUBLISHED["1.5B"]()).values())
 
 
 @pytest.mark.parametrize(("gpu", "options"), [("RTX3090", {}), ("RTX5090", {"engine": "vllm", "kv_cache_gib": 3})])
@@ -125,15 +99,6 @@ def test_gpus_of_this_machine_are_planned_by_the_one_with_least_free_memory(monk
     assert costs._usable(3.0, 1) == 0
 
 
-def test_offloaded_states_are_in_cpu_memory():
-    """Master weights, two moments and gradients in fp32; under ZeRO-3 the gradients twice."""
-    shape = shape_like(llama())
-    on, off = (recipe(distributed={"offload_optimizer": offload}) for offload in (False, True))
-    assert cpu_memory(on, shape, 2)[OFFLOADED] == 0
-    assert cpu_memory(off, shape, 2)[OFFLOADED] == 20 * shape.sharded(2) * 2
-    assert cpu_memory(off, shape, 1)[OFFLOADED] == 16 * shape.total
-
-
 @pytest.mark.parametrize(
     ("rollout", "processes", "copies"),
     [
@@ -147,46 +112,6 @@ def test_offloaded_states_are_in_cpu_memory():
 )
 def test_engines_that_sleep_keep_their_weights_in_cpu_memory(rollout, processes, copies):
     assert cpu_memory(recipe(rollout=rollout), SMALL, processes)[costs.ASLEEP] == 4 * SMALL.total * copies
-
-
-def test_what_takes_disk_is_weights_and_moments_in_fp32_or_those_of_adapters():
-    shape = shape_like(llama())
-
-    def bytes_of(place, **sections):
-        return list(disk(recipe(**sections), shape).values())[place]
-
-    assert bytes_of(0, checkpoint={"keep": 3}) == 4 * 12 * shape.total
-    assert bytes_of(0, checkpoint={"every": None}) == 0
-    several = {"steps": 95, "checkpoint": {"best": "test/pass_rate"}, "output": {"export_every": 10}}
-    assert bytes_of(1, **several) == bytes_of(1) * (1 + 2 + 9), "of the best model and exported ones"
-    options = {"rank": 4, "targets": ["q_proj", "down_proj"], "head": True}
-    elements = 4 * (3 * (64 + 64) + 3 * (160 + 64) + 64 + VOCABULARY)
-    assert bytes_of(0, lora=options) == 3 * 12 * elements
-    assert bytes_of(1, lora=options) == 4 * elements
-    assert bytes_of(1, lora={**options, "result": "merged"}) == 4 * shape.total
-
-
-@pytest.mark.parametrize("tokens", [20, 2000])
-def test_stored_answers_take_what_is_said(tokens):
-    """Measured by Python's own count of its allocations, to half a kilobyte each."""
-    count = costs.STORED_ANSWERS
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        stored = [
-            Trajectory(i + 1000, np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), True, 1.0, i + 1000)
-            for i in range(count)
-        ]
-        real = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert len(stored) == count
-    (said,) = (
-        size
-        for name, size in cpu_memory(recipe(rollout={"max_tokens": tokens, "batch_tokens": 4000}), SMALL, 1).items()
-        if "experience" in name
-    )
-    assert real <= said <= real + 500 * count
 
 
 def test_flops_of_a_step_are_those_of_all_answers_at_full_length():

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exgrpo.tools.evaluate.evaluation import answers_per_row
-from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.questions import QuestionSet
 from exgrpo.train.rollout.engine import Sampling
@@ -55,18 +53,6 @@ def test_scores_are_means_over_questions(questions):
     assert average(scores) == pytest.approx(np.mean([s.pass_rate for s in scores.values()]))
 
 
-def test_in_training_all_questions_count_alike():
-    skill = {0: 1.0, 1: 0.5, 2: 0.0, 3: 0.5}
-    overall, by_source = evaluate(
-        rollout_worker(ScriptedEngine(skill)), question_set(4), 2, Sampling(8), seed=0, reward=PLAIN
-    )
-    assert overall.pass_rate == 0.5
-    assert overall.pass_at == {2: 0.75}
-    # The answers are different texts: two solutions where both are right, one where one is.
-    assert overall.distinct_at == {2: 1.0}
-    assert by_source == {"fake": overall}
-
-
 @pytest.mark.parametrize(("success", "pass_rate"), [(0.4, 1.0), (0.9, 0.5), (1.0, 0.0)])
 def test_in_training_an_answer_is_right_by_the_threshold(success, pass_rate):
     asked = rollout_worker(ScriptedEngine({0: 1.0, 1: 0.0}))
@@ -97,14 +83,3 @@ def test_in_training_questions_that_were_left_out_are_wrong():
         "b": (2, 2, 0.0),
         "fake": (3, 0, pytest.approx(2 / 3)),
     }
-
-
-@pytest.mark.parametrize(("repeats", "per_row"), [(1, 32), (8, 4), (32, 1), (5, 7)])
-def test_avg_counts_the_answers_to_a_question_over_its_rows(repeats, per_row):
-    rows = [
-        dataclasses.replace(question, source="aime" if i == 0 else "math")
-        for i, question in enumerate(question_set(2).questions)
-        for _ in range(repeats)
-    ]
-    options = EvaluationOptions(model="m", data={"test": ("d",)}, rollout={"samples": 3, "avg": {"aime": 32}})
-    assert answers_per_row(rows, options) == [per_row] * repeats + [3] * repeats

@@ -11,9 +11,8 @@ from rich.console import Console
 from scipy.stats import binomtest
 
 from exgrpo.tools.evaluate.evaluation import AnswerFile, verdicts
-from exgrpo.tools.evaluate.options import EvaluationOptions, parse_options
+from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.tools.evaluate.program import write
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import RewardConfig
@@ -83,7 +82,7 @@ def test_fractions_are_of_the_given_answers():
     assert found == {"a": (0.25, 0.75, 0.25), "b": (0.0, None, None), "c": (None, None, None)}
 
 
-def test_scores_are_valid_json_and_the_tables_tell_what_answers_lack(tmp_path):
+def test_scores_are_valid_json(tmp_path):
     console = Console(file=io.StringIO(), width=80)
     write(score([Verdict("one", "q", True, True, True, False), Verdict("two", "q", False)]), tmp_path, console)
 
@@ -93,9 +92,7 @@ def test_scores_are_valid_json_and_the_tables_tell_what_answers_lack(tmp_path):
     saved = json.loads((tmp_path / "scores.json").read_text(), parse_constant=refuse)["sources"]
     assert saved["one"]["standard_error"] is None
     assert (saved["one"]["without_form"], saved["two"]["without_form"]) == (0.0, None)
-    printed = console.file.getvalue()
-    for part in ("95 % interval", "0.207 to 1.000", "no form", "no answer", "1.000", "-"):
-        assert part in printed
+    assert "0.207 to 1.000" in console.file.getvalue()
 
 
 def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
@@ -136,22 +133,3 @@ def test_in_training_the_same_numbers_are_written_and_reported(tmp_path):
     log.close()
     columns = load_run(tmp_path, "run").columns
     assert columns["held_out/without_form"].tolist() == [0.5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["m"], "missing: --data.test (see python -m exgrpo.tools.evaluate --help)"),
-        ([], "missing: MODEL, --data.test (see"),
-        (
-            ["m", "--data.test", "d", "--max-tokens=5"],
-            "unknown option --max_tokens; did you mean --rollout.max_tokens?",
-        ),
-        (["m", "--data.test=d", "--rollout.top-p=2"], "rollout.top_p: Input should be less than or equal to 1"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message):
-    with pytest.raises(ConfigError) as error:
-        parse_options(arguments)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)

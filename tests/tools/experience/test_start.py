@@ -49,16 +49,11 @@ def right(text: str) -> float:
     return float(text.split()[1:2] == ["7"])
 
 
-class Recording(RecordingPolicy):
-    def update(self, minibatch, *, term="shaped", **options):
-        return super().update(minibatch, **options)
-
-
 def trainer_of(of_run, questions, encoding) -> Trainer:
     rollout_worker = RolloutWorker(
         ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.tokenizer.decode, LoneWorld()
     )
-    return Trainer(of_run, questions, Recording(), rollout_worker)
+    return Trainer(of_run, questions, RecordingPolicy(), rollout_worker)
 
 
 def begin(source, count: int = 8, **values):
@@ -185,20 +180,6 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
         assert one.behaviour == "trainer"
-
-
-def test_with_unknown_log_probs_replayed_tokens_refer_to_a_certain_writer(tmp_path):
-    """LUFFY: one trace in each group, whose old log-probs are 0."""
-    path = write(tmp_path / "traces.jsonl", *(trace(i, "5 7 9", reward=1.0) for i in range(8)))
-    luffy = {"start_log_prob": "unknown", "compose": "traced", "ratio": 1.0, "admit": "nothing", "trajectory": "random"}
-    trainer, _ = begin(path, **{f"experience.{name}": value for name, value in luffy.items()})
-    trainer.step(1)
-    ((minibatch, _),) = trainer.policy.updates
-    replayed = minibatch.batch.take(minibatch.batch.replayed)
-    assert len(replayed) == 3
-    assert replayed.token.tolist() == [5, 7, 9, EOS] * 3
-    assert not replayed.ratio_log_prob.any()
-    assert minibatch.batch.take(minibatch.batch.fresh).ratio_log_prob.all()
 
 
 def test_texts_are_encoded_and_end_with_one_eos(tmp_path):

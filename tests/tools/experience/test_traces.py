@@ -19,16 +19,14 @@ BAD = [
     ({"response": None}, "response is missing"),
     ({"question": None}, "nothing names the question: question, problem and prompt_ids are missing"),
     ({"response_ids": [1, 2], "log_prob": [-0.5]}, "1 log_prob for 2 response_ids"),
-    ({"log_prob": [-0.5]}, "1 log_prob for 0 response_ids"),
     *(
         ({"response_ids": [1], "log_prob": [number]}, "log_prob: it must be finite numbers up to 0")
         for number in (0.5, float("nan"))
     ),
     *(
         ({"response_ids": ids}, "response_ids: it must be a list of token ids")
-        for ids in ([-1], [2**31], [10**400], [0.5], [[1], [2]], [[1], [2, 3]], 5, "ab")
+        for ids in ([-1], [10**400], [0.5], [[1], [2, 3]], "ab")
     ),
-    ({"reward": "good"}, "reward: Input should be a valid number (got 'good')"),
     ({"reward": float("inf")}, "reward: Input should be a finite number (got inf)"),
     ({"finished": 1}, "finished: Input should be a valid boolean (got 1)"),
     ({"behaviour": "me"}, "behaviour: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
@@ -97,13 +95,6 @@ def test_a_row_that_cannot_be_right_is_named(tmp_path, change, message):
         list(read_traces(path))
     assert str(error.value).startswith(f"{path} line 3: ")
     assert message in str(error.value)
-
-
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_a_missing_column_is_named_by_the_first_row(tmp_path, write):
-    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{"text": "1 + 1"}])
-    with pytest.raises(DataError, match="1: trace: response is missing"):
-        check_traces(path)
 
 
 def test_damaged_files_are_named(tmp_path):
