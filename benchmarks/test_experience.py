@@ -46,7 +46,7 @@ def graded(
         finished=np.ones(rows, bool),
         behaviour=np.full(rows, TRAINER),
         token=rng.integers(0, VOCABULARY, size, dtype=np.int32),
-        own=np.ones(size, bool),
+        response_mask=np.ones(size, bool),
         old_log_prob=-rng.random(size, dtype=np.float32),
         **{name: np.zeros(rows) for name in ("replayed", "replays", "penalty", "key")},
     )

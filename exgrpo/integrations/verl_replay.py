@@ -240,7 +240,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             reward=[float(scores.sum()) for scores in columns["rm_scores"]],
             penalty=[overlong_penalty(n, longest, self.options.objective) for n in length.tolist()],
             token=np.concatenate(columns["responses"]),
-            own=np.concatenate(columns["response_mask"]),
+            response_mask=np.concatenate(columns["response_mask"]),
         ), list(keys)
 
     def _keep_prompts(self, asked: set[int]) -> None:
@@ -296,7 +296,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.weigher(whole)
         learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
         learnt &= whole.finished | (not objective.overlong_filter)
-        share = 1 / whole.written.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
+        share = 1 / whole.num_tokens.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
         weight = whole.by_token(learnt * share) * whole.factor
         rows = [self._row.get(key) for key in batch.keys]
 

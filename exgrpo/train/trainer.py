@@ -160,7 +160,7 @@ class Trainer:
         if not self.stores_early:
             taken_in = self.replay.take_in(batch, step, admitted)
         self._push_weights(clock)
-        self.generated_tokens += int(batch.written[batch.fresh].sum())
+        self.generated_tokens += int(batch.num_tokens[batch.fresh].sum())
         experience = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, batch, step)}
         work = self._work(batch, scored, compared, taught)
         numbers = step_metrics(batch, self.questions, minibatches, updates, scored, clock.seconds, work)

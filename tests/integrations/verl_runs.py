@@ -187,7 +187,9 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
             nothing = dict.fromkeys(("replayed", "replays", "behaviour", "penalty"), np.zeros(mask.sum()))
             group, own = graded["group"][mask] - first, np.ones(len(columns["token"]))
             length, steps = columns.pop("length"), np.full(mask.sum(), step)
-            return StepBatch(graded["question"][first:end], group, length, **columns, **nothing, own=own, step=steps)
+            return StepBatch(
+                graded["question"][first:end], group, length, **columns, **nothing, response_mask=own, step=steps
+            )
 
         planned = replay.plan(questions, step)
         batch = fresh(0, len(planned)).beside(replay.select(planned, lambda candidates: pytest.fail("nothing scores")))

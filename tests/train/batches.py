@@ -14,14 +14,14 @@ from exgrpo.train.common.step_batch import TRAINER, StepBatch
 
 @dataclass(frozen=True)
 class Row:
-    """An answer; log-probs and `own` as one number for all tokens, or one for each."""
+    """An answer; log-probs and `response_mask` as one number for all tokens, or one for each."""
 
     reward: float = 0.0
     response: Sequence[int] = (1, 2)
     log_prob: Any = -0.5
     replayed: bool = False
     finished: bool = True
-    own: Any = True
+    response_mask: Any = True
     key: int = 0
     step: int = 1
     penalty: float = 0.0
@@ -38,7 +38,7 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
         Rollout(
             np.array(row.response, np.int32),
             row.finished,
-            written=np.broadcast_to(np.asarray(row.own, bool), len(row.response)),
+            response_mask=np.broadcast_to(np.asarray(row.response_mask, bool), len(row.response)),
             kept=None if row.kept is None else KeptSets.of(row.kept),
         )
         for row in rows

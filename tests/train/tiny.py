@@ -97,7 +97,7 @@ def row(
         words = [[token, *rng.permutation(np.setdiff1d(np.arange(VOCABULARY), token))] for token in response]
         sets = [of_token[:size] for of_token, size in zip(words, sizes * own, strict=True)]
         log_prob *= np.log1p(np.where(sizes, sizes - 1, VOCABULARY)) / 4.5
-    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, own=own, kept=sets)
+    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, response_mask=own, kept=sets)
 
 
 def step_batch(**of_rows: bool) -> StepBatch:

@@ -98,7 +98,7 @@ def _label(experience: RunExperience, row: int) -> str:
         f"reward {one.reward:g}",
         f"step {one.step}",
         f"replayed {experience.answers.columns['replays'][row]} times",
-        "" if one.behaviour == "unknown" else f"mean log-prob {one.own(one.log_prob).mean():.3f}",
+        "" if one.behaviour == "unknown" else f"mean log-prob {one.policy_values(one.log_prob).mean():.3f}",
         f"by {one.behaviour}",
         "" if one.finished else "cut at the length limit",
     ]

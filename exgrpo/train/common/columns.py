@@ -4,7 +4,7 @@ To add a column, add an entry to `AnswerColumns` and fill it where it is known. 
 keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -32,6 +32,7 @@ class Column:
         meaning: one line, for the documentation and for the cards of exported data sets.
         stored: True if the buffer and checkpoints keep it.
         trace: its name in files of traces; "": they lack it.
+        was: its names in checkpoints and traces of earlier versions.
         default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
         dtype: of NumPy, or `KeptSets`.
     """
@@ -40,6 +41,7 @@ class Column:
     meaning: str
     stored: bool = False
     trace: str = ""
+    was: tuple[str, ...] = ()
     default: Any = None
     dtype: Any = np.float64
 
@@ -162,14 +164,15 @@ class AnswerColumns:
         TokenIds,
         Column("token", "token ids of the answer, with the token that ends it", stored=True, trace="response_ids"),
     ]
-    own: Annotated[
+    response_mask: Annotated[
         Mask,
         Column(
             "token",
             "True if the policy wrote the token; others are observations of an environment, with log-probs of 0, from "
-            "which nothing is learnt",
+            "which carry no gradient",
             stored=True,
-            trace="written",
+            trace="response_mask",
+            was=("own", "written"),
             default=True,
         ),
     ]
@@ -226,6 +229,15 @@ def _column(hint: Any) -> Column:
 
 
 COLUMNS = {name: _column(hint) for name, hint in get_type_hints(AnswerColumns, include_extras=True).items()}
+
+
+EARLIER = {was: name for name, column in COLUMNS.items() for was in column.was}
+"""Present names of columns, by the names that files of earlier versions have."""
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values from a file by the present names of their columns, with or without a prefix or a suffix."""
+    return {".".join(EARLIER.get(part, part) for part in name.split(".")): one for name, one in values.items()}
 
 
 def columns_of(*axes: Axis, stored: bool = False) -> dict[str, Column]:

@@ -121,7 +121,7 @@ class Rollout:
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
             sampling temperature and among the words that it kept; or None where it has none.
         entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
-        written: [R], whether the policy wrote the token; None: all of them. Of observations, log-probs and entropies
+        response_mask: [R] True if the policy wrote the token; None: all. Log-probs and entropies of observations
             are 0; before one, the response may hold EOS tokens and stop strings.
         kept: [R] the words that each token was drawn from; None: the whole vocabulary, or nobody asked.
     """
@@ -130,7 +130,7 @@ class Rollout:
     finished: bool
     log_prob: npt.NDArray[np.float32] | None = None
     entropy: npt.NDArray[np.float32] | None = None
-    written: Mask | None = None
+    response_mask: Mask | None = None
     kept: KeptSets | None = None
 
 
@@ -162,7 +162,7 @@ class Trajectory:
             unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
         penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
-        written: [R], whether the policy wrote the token, as of a `Rollout`.
+        response_mask: [R] as of a `Rollout`.
         kept: [R] the words that each token was drawn from, over which `log_prob` is; None: the whole vocabulary.
     """
 
@@ -175,17 +175,17 @@ class Trajectory:
     behaviour: Behaviour = "trainer"
     key: int = 0
     penalty: float = 0.0
-    written: Mask | None = None
+    response_mask: Mask | None = None
     kept: KeptSets | None = None
 
     @property
     def rollout(self) -> Rollout:
         """The answer as an engine gives it, without scores."""
-        return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
+        return Rollout(self.response, self.finished, response_mask=self.response_mask, kept=self.kept)
 
-    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def policy_values(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the values of [R] that belong to tokens of the policy."""
-        return values if self.written is None else values[self.written]
+        return values if self.response_mask is None else values[self.response_mask]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class StepBatch(AnswerColumns):
             replays=np.zeros(len(rollouts), np.int64),
             finished=[rollout.finished for rollout in rollouts],
             token=_flat([rollout.response for rollout in rollouts], length, np.int32, 0),
-            own=_flat([rollout.written for rollout in rollouts], length, bool, True),
+            response_mask=_flat([rollout.response_mask for rollout in rollouts], length, bool, True),
             engine_log_prob=_flat([rollout.log_prob for rollout in rollouts], length, np.float32, np.nan),
             engine_entropy=_flat([rollout.entropy for rollout in rollouts], length, np.float32, np.nan),
             **({} if kept is None else {"kept": kept}),
@@ -178,9 +178,9 @@ class StepBatch(AnswerColumns):
         return high - low > EPSILON
 
     @property
-    def written(self) -> Ints:
+    def num_tokens(self) -> Ints:
         """[N] tokens that the policy wrote."""
-        ends = np.concatenate([[0], np.cumsum(self.own)])
+        ends = np.concatenate([[0], np.cumsum(self.response_mask)])
         return ends[self.start[1:]] - ends[self.start[:-1]]
 
     def mean(self, values: npt.NDArray, rows: Mask | None = None) -> Doubles:
@@ -193,7 +193,7 @@ class StepBatch(AnswerColumns):
 
     def sums(self, values: npt.NDArray) -> Doubles:
         """Return the sums [N] of values [T] over the tokens of each row that the policy wrote."""
-        total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
+        total = np.bincount(self.by_token(np.arange(len(self))), values * self.response_mask, len(self))
         return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
@@ -207,13 +207,13 @@ class StepBatch(AnswerColumns):
     def of_row(self, row: int, values: npt.NDArray) -> npt.NDArray:
         """Return the values of [T] that belong to tokens of a row that the policy wrote."""
         at = self.at(row)
-        return values[at][self.own[at]]
+        return values[at][self.response_mask[at]]
 
     def answer(self, row: int) -> Rollout:
         """Return the tokens of a row as an engine gives them."""
         at = self.at(row)
-        own = self.own[at]
-        return Rollout(self.token[at], bool(self.finished[row]), written=None if own.all() else own)
+        mask = self.response_mask[at]
+        return Rollout(self.token[at], bool(self.finished[row]), response_mask=None if mask.all() else mask)
 
     def places(self, rows: Ints) -> Ints:
         """Return the places of the tokens of some rows, in the order of the rows."""

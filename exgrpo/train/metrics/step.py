@@ -61,14 +61,14 @@ def step_metrics(
 def _of_answers(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
     fresh = np.flatnonzero(batch.fresh)
     counts, at, entropy = batch.counts, batch.places(fresh), _entropies(batch)
-    known = entropy[at][batch.own[at] & ~np.isnan(entropy[at])]
+    known = entropy[at][batch.response_mask[at] & ~np.isnan(entropy[at])]
     return {
         "reward": float(batch.reward[fresh].mean()),
         **_means("reward", zip(np.array(sources)[batch.group[fresh]].tolist(), batch.reward[fresh], strict=True)),
         **_means("reward_part", (item for parts in batch.parts[fresh] for item in parts.items())),
         "entropy": float(known.mean()) if len(known) else math.nan,
         "entropy_gap": _entropy_gap(batch, entropy),
-        "response_tokens": float(batch.written[fresh].mean()),
+        "response_tokens": float(batch.num_tokens[fresh].mean()),
         **_of_turns(batch, fresh),
         **_of_sets(batch, at),
         "truncated": float(np.mean(~batch.finished[fresh])),
@@ -92,7 +92,7 @@ def _means(kind: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
     if batch.counts.broken is None:
         return {}
-    masks = [batch.own[batch.at(row)].astype(np.int8) for row in fresh]
+    masks = [batch.response_mask[batch.at(row)].astype(np.int8) for row in fresh]
     return {
         "turns": 1 + sum(int(np.count_nonzero(np.diff(mask) == -1)) for mask in masks) / len(fresh),
         "observed_tokens": sum(int(np.count_nonzero(mask == 0)) for mask in masks) / len(fresh),
@@ -150,7 +150,7 @@ def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> di
         for phase, readings in work.items()
     }
     return {
-        "tokens_per_second": float(batch.written[batch.fresh].sum()) / total,
+        "tokens_per_second": float(batch.num_tokens[batch.fresh].sum()) / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
         "seconds/asleep": counts.engine.asleep_seconds,

@@ -160,8 +160,8 @@ def build_minibatches(
 
 
 def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tokens: int, all_rows: bool) -> MiniBatch:
-    written, advantage, weight = batch.written[rows], batch.advantage[rows], np.ones(len(rows))
-    tokens = int(written.sum())
+    length, advantage, weight = batch.num_tokens[rows], batch.advantage[rows], np.ones(len(rows))
+    tokens = int(length.sum())
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
     elif objective.normalize == "token":
@@ -169,12 +169,12 @@ def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tok
     else:
         normalizer = len(rows)
     if objective.normalize == "sequence" and all_rows:
-        weight /= written
+        weight /= length
     elif objective.normalize == "sequence":
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
-        advantage = advantage / written
+        advantage = advantage / length
     for_all = objective.entropy_coef > 0 or objective.kl_coef > 0 or all_rows
     kept = batch.learnt[rows] & ((advantage != 0) | for_all)
     part = batch.take(rows[kept])
     part.fill(advantage=advantage[kept], **({"weight": weight[kept]} if all_rows else {}))
-    return MiniBatch(rows[kept], part, float(normalizer), tokens, int(written[batch.fresh[rows]].sum()))
+    return MiniBatch(rows[kept], part, float(normalizer), tokens, int(length[batch.fresh[rows]].sum()))

@@ -66,8 +66,8 @@ class Layout(ABC):
             by_target(batch.ratio_log_prob),
             by_target(advantage),
             by_target(replayed),
-            _moved(batch.written, device),
-            int(np.count_nonzero(advantage[batch.own])),
+            _moved(batch.num_tokens, device),
+            int(np.count_nonzero(advantage[batch.response_mask])),
             segments=of_pass.segments,
             kept=of_pass.kept,
             weight=None if weight is None else by_target(weight),
@@ -89,7 +89,7 @@ class Padded(Layout):
             tokens[row, :read] = np.concatenate([batch.prompt[batch.group[row]], batch.token[batch.at(row)][:-1]])
         target.ravel()[self.places(batch)] = _target(batch)
         kept = _kept(batch, self.places(batch), target.size, device)
-        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()), kept=kept)
+        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.response_mask.sum()), kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
         # The last token of a prompt predicts the first one of its response.
@@ -144,7 +144,7 @@ class Packed(Layout):
         parts = segments(blocks, np.concatenate(source), device)
         target = _moved(_target(batch), device)
         kept = _kept(batch, self.places(batch), len(target), device)
-        return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts, kept=kept)
+        return TokenBatch(_moved(row_of_all, device), target, int(batch.response_mask.sum()), segments=parts, kept=kept)
 
     def places(self, batch: StepBatch) -> Ints:
         return np.arange(len(batch.token))
@@ -212,7 +212,7 @@ def _longest(batch: StepBatch) -> int:
 
 def _target(batch: StepBatch) -> Ints:
     """[T] the token to predict, -100 for observations."""
-    return np.where(batch.own, batch.token, IGNORED).astype(np.int64)
+    return np.where(batch.response_mask, batch.token, IGNORED).astype(np.int64)
 
 
 def _kept(

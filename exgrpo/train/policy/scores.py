@@ -119,5 +119,5 @@ def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
-    known = part.own & ~np.isnan(part.engine_log_prob)
+    known = part.response_mask & ~np.isnan(part.engine_log_prob)
     return log_prob[known], part.engine_log_prob[known]

@@ -49,13 +49,14 @@ class Stored(Sequence[Trajectory]):
             return [self[i] for i in range(*row.indices(len(self)))]
         block, start, length = (self.columns[name].item(row) for name in Places._fields)
         tokens = {
-            n: self.blocks[block].part(n, start, start + length) for n in ("token", "old_log_prob", "own", "kept")
+            n: self.blocks[block].part(n, start, start + length)
+            for n in ("token", "old_log_prob", "response_mask", "kept")
         }
         plain = ("question", "finished", "reward", "step", "key", "penalty")
         return Trajectory(
             response=tokens["token"],
             log_prob=tokens["old_log_prob"],
-            written=None if tokens["own"].all() else tokens["own"],
+            response_mask=None if tokens["response_mask"].all() else tokens["response_mask"],
             kept=tokens["kept"] if len(tokens["kept"].ids) else None,
             behaviour=BEHAVIOURS[self.columns["behaviour"][row]],
             **{name: self.columns[name].item(row) for name in plain},

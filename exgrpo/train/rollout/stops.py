@@ -72,7 +72,11 @@ def text_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> str:
     if not answer.finished:
         return decode(answer.response)
     text = decode(answer.response) if stop else ""
-    last = text if answer.written is None or not stop else decode(answer.response[_last_turn(answer.written) :])
+    last = (
+        text
+        if answer.response_mask is None or not stop
+        else decode(answer.response[_last_turn(answer.response_mask) :])
+    )
     start = _start(last, stop)
     return decode(answer.response[:-1]) if start is None else text[: len(text) - len(last) + start]
 
@@ -89,9 +93,9 @@ def parts_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> list[str
 
 
 def _turns(answer: Rollout) -> list[TokenIds]:
-    if answer.written is None:
+    if answer.response_mask is None:
         return [answer.response]
-    return np.split(answer.response, np.flatnonzero(np.diff(answer.written)) + 1)
+    return np.split(answer.response, np.flatnonzero(np.diff(answer.response_mask)) + 1)
 
 
 def _last_turn(written: Mask) -> int:

@@ -118,7 +118,7 @@ class Encoding:
             return False
         if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
             return False
-        answer = Rollout(ids, trace.finished, written=trace.written)
+        answer = Rollout(ids, trace.finished, response_mask=trace.response_mask)
         return text_of(answer, self.tokenizer.decode, question.stops(self.stop)) == trace.response
 
     def tokens(self, traces: Sequence[Trace]) -> list[tuple[TokenIds, bool]]:
@@ -229,7 +229,7 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
         for (trace, question), own in zip(found, same, strict=True):
             tokens, finished = (trace.response_ids, trace.finished) if own else next(others)
             assert tokens is not None
-            if trace.written is not None and not own:  # its text does not say who wrote what
+            if trace.response_mask is not None and not own:  # its text does not say who wrote what
                 started.left_out["with replies of an environment in tokens of another model"] += 1
             elif not len(tokens):
                 started.left_out["without a token"] += 1
@@ -259,7 +259,7 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
         step=0,
         behaviour="unknown" if known is None else trace.behaviour or "engine",
         key=trace.key,
-        written=trace.written,
+        response_mask=trace.response_mask,
         kept=kept,
     )
     text = trace.response if trace.reward is None else None

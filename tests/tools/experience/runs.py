@@ -76,7 +76,7 @@ def with_reply() -> Trajectory:
     """An answer of which an environment has written some tokens."""
     told = trajectory(1, "7 + 8 = 15\\boxed{15}", seed=3)
     written = ~np.isin(np.arange(len(told.response)), (4, 5))
-    return dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
+    return dataclasses.replace(told, response_mask=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
 
 
 def make_run(
@@ -126,7 +126,12 @@ def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
     plain = plain and lists(a.kept) == lists(b.kept)
-    return plain and log_prob and np.array_equal(a.response, b.response) and np.array_equal(a.written, b.written)
+    return (
+        plain
+        and log_prob
+        and np.array_equal(a.response, b.response)
+        and np.array_equal(a.response_mask, b.response_mask)
+    )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:

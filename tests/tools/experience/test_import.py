@@ -298,7 +298,7 @@ SOUND = [
             "response_ids": [1],
             "log_prob": [-1.0],
             "kept": [[1, 2]],
-            "written": [True],
+            "response_mask": [True],
         },
     ),
 ]

@@ -101,12 +101,12 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     assert same(stored(arithmetic(tmp_path, tmp_path / "set"))[-1], with_reply(), besides=["step"])
     (file,) = (tmp_path / "set" / "data").iterdir()
     rows = pq.read_table(file).to_pylist()
-    assert [row["written"] is None for row in rows] == [*[True] * 7, False]
+    assert [row["response_mask"] is None for row in rows] == [*[True] * 7, False]
     others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "kept": None} for row in rows]
     write(tmp_path / "other.jsonl", *others)
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
-    assert all(one.written is None for one in stored(trainer))
+    assert all(one.response_mask is None for one in stored(trainer))
 
 
 def test_what_the_prompt_ends_with_does_not_come_twice(tmp_path):

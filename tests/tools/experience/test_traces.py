@@ -34,9 +34,9 @@ BAD = [
     ({"behaviour": "me"}, "behaviour: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
     ({"group_successes": 3, "group_answers": 2}, "3 group_successes of 2 group_answers"),
     ({"key": -1}, "key: Input should be greater than or equal to 0 (got -1)"),
-    ({"response_ids": [5, 7], "written": [True]}, "1 written for 2 response_ids"),
+    ({"response_ids": [5, 7], "response_mask": [True]}, "1 response_mask for 2 response_ids"),
     *(
-        ({"response_ids": [5, 7], "written": marks}, "written: it must be")
+        ({"response_ids": [5, 7], "response_mask": marks}, "response_mask: it must be")
         for marks in ([0, 0], [False, False], "yes")  # numbers, nothing of the policy, text
     ),
     ({"response_ids": [5, 7], "kept": [[5]]}, "1 kept for 2 response_ids"),

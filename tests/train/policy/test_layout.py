@@ -38,7 +38,7 @@ def rows(rng, lengths, *, observing=False, shared=0):
     batch = StepBatch.of_answers(
         [prompts[i % 3] for i in range(len(lengths))],
         [
-            Rollout(response, True, written=own, kept=KeptSets.of(sets(response * own)) if observing else None)
+            Rollout(response, True, response_mask=own, kept=KeptSets.of(sets(response * own)) if observing else None)
             for response, own in zip(responses, written, strict=True)
         ],
     )

@@ -145,7 +145,7 @@ def plogp(log_probs):
 
 def own(row, values):
     """Of the tokens that the policy wrote."""
-    return values[torch.from_numpy(row.own)]
+    return values[torch.from_numpy(row.response_mask)]
 
 
 def ratios(log_prob, row):
@@ -271,7 +271,7 @@ def test_scores_equal_full_logits(outcomes, folders, name):
     with torch.no_grad():
         full = torch.cat([full_log_probs(model, row, temperature)[0].double() for row in rows_of(batch)])
     targets = torch.from_numpy(batch.token).long()
-    counts = torch.from_numpy(batch.own).double()  # observations have neither
+    counts = torch.from_numpy(batch.response_mask).double()  # observations have neither
     torch.testing.assert_close(
         outcome["log_prob"].double(), counts * full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0
     )

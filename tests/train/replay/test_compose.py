@@ -54,7 +54,7 @@ def split(batch: StepBatch, asked: int) -> tuple[list[StepBatch], list[StepBatch
     groups = {int(group): batch.take(batch.rows_of([group])) for group in batch.trained}
     assert set(range(asked, batch.groups)) <= set(groups)
     alone = [group for number, group in groups.items() if number >= asked]
-    assert all(group.replayed.all() and group.written.tolist() == group.length.tolist() for group in alone)
+    assert all(group.replayed.all() and group.num_tokens.tolist() == group.length.tolist() for group in alone)
     return [group for number, group in groups.items() if number < asked], alone
 
 

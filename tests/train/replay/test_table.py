@@ -56,7 +56,7 @@ def add(table: Table, rows: list[tuple[Trajectory, dict]]) -> list[int]:
                 Row(
                     response=one.response,
                     log_prob=one.log_prob,
-                    own=True if one.written is None else one.written,
+                    response_mask=True if one.response_mask is None else one.response_mask,
                     behaviour=BEHAVIOURS.index(one.behaviour),
                     kept=lists(one.kept),
                     **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
@@ -89,7 +89,7 @@ def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> 
     """That answers are made as they were."""
     assert len(made) == len(expected)
     for one, other in zip(made, expected, strict=True):
-        for name in ("response", "log_prob", "written"):
+        for name in ("response", "log_prob", "response_mask"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         assert lists(one.kept) == lists(other.kept)
         plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
@@ -127,8 +127,10 @@ def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
         trajectory, at = of_model["trajectory"], batch.at(row)
         np.testing.assert_array_equal(batch.token[at], trajectory.response)
         np.testing.assert_array_equal(batch.old_log_prob[at], trajectory.log_prob)
-        written = np.ones(len(trajectory.response), bool) if trajectory.written is None else trajectory.written
-        np.testing.assert_array_equal(batch.own[at], written)
+        written = (
+            np.ones(len(trajectory.response), bool) if trajectory.response_mask is None else trajectory.response_mask
+        )
+        np.testing.assert_array_equal(batch.response_mask[at], written)
         kept = lists(batch.kept[at]) if batch.has("kept") else [[]] * len(trajectory.response)
         assert kept == (lists(trajectory.kept) or [[]] * len(trajectory.response))
 

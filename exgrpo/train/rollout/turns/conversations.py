@@ -61,14 +61,14 @@ class _Answer:
 
     def finished(self, *, whole: bool) -> Finished:
         """Return the answer as it is; `whole`: it was not cut."""
-        written = [np.full(len(part.response), part.written is None) for part in self.parts]
+        written = [np.full(len(part.response), part.response_mask is None) for part in self.parts]
         alone = all(mask.all() for mask in written)
         rollout = Rollout(
             np.concatenate(self.tokens),
             whole,
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
-            written=None if alone else np.concatenate(written),
+            response_mask=None if alone else np.concatenate(written),
             kept=KeptSets.of_parts([part.kept for part in self.parts], list(map(len, self.tokens))),
         )
         return Finished(self.request, self.sample, rollout)
@@ -179,7 +179,7 @@ class Conversations:
         if reply is not None:
             answer.unanswered = ""
         if len(observation):
-            answer.parts.append(Rollout(observation, True, written=np.zeros(len(observation), bool)))
+            answer.parts.append(Rollout(observation, True, response_mask=np.zeros(len(observation), bool)))
         return None
 
     def _break(self, error: Exception) -> None:

@@ -91,7 +91,7 @@ def answer(reply, *turns, max_tokens=100, **options):
 
 def shown(found):
     """The text with what was observed in brackets."""
-    written = np.ones(len(found.response), bool) if found.written is None else found.written
+    written = np.ones(len(found.response), bool) if found.response_mask is None else found.response_mask
     text = "".join(chr(t) if own else f"[{chr(t)}]" for t, own in zip(found.response, written, strict=True))
     return text.replace("][", "")
 
@@ -130,7 +130,7 @@ def test_the_policy_goes_on_behind_what_it_was_told():
 def test_what_ends_an_answer(replies, turns, expected, text):
     found, _, _ = answer(lambda question, turn: replies.get(turn), *turns)
     assert (shown(found), found.finished, text_of(found, read, (RUN_STOP,))) == (expected, True, text)
-    assert (found.written is None) == (len(turns) == 1)
+    assert (found.response_mask is None) == (len(turns) == 1)
 
 
 def test_an_empty_reply_is_a_message_all_the_same():
@@ -201,5 +201,5 @@ def test_every_answer_is_what_a_plain_loop_writes(scripts, max_tokens):
     for one, turns in zip(found, answers, strict=True):
         tokens, written, finished = plain(turns)
         assert read(one.response) == tokens
-        assert (one.written is None and all(written)) or one.written.tolist() == written
+        assert (one.response_mask is None and all(written)) or one.response_mask.tolist() == written
         assert one.finished == finished
