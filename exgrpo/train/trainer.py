@@ -206,7 +206,7 @@ class Trainer:
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         # At temperature 1 and over the whole vocabulary, however the answers were sampled.
-        return MeanScores.of(candidates, self._score(candidates.without("kept"), 1.0))
+        return MeanScores.of(candidates, self._score(candidates.without("allowed_tokens"), 1.0))
 
     def _score(self, batch: StepBatch, temperature: float) -> Score:
         self._read += together(batch)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.columns import columns_of
-from exgrpo.train.common.records import KeptSets, Rollout
+from exgrpo.train.common.records import AllowedTokens, Rollout
 from exgrpo.train.common.step_batch import TRAINER, StepBatch
 
 
@@ -28,7 +28,7 @@ class Row:
     behaviour: int = TRAINER
     stored_advantage: float = np.nan
     replays: int = 0
-    kept: Sequence[Sequence[int]] | None = None
+    allowed_tokens: Sequence[Sequence[int]] | None = None
 
 
 def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> StepBatch:
@@ -39,7 +39,7 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
             np.array(row.response, np.int32),
             row.finished,
             response_mask=np.broadcast_to(np.asarray(row.response_mask, bool), len(row.response)),
-            kept=None if row.kept is None else KeptSets.of(row.kept),
+            allowed_tokens=None if row.allowed_tokens is None else AllowedTokens.of(row.allowed_tokens),
         )
         for row in rows
     ]
@@ -70,10 +70,10 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
 
 
 def sets(tokens: Sequence[int]) -> list[list[int]]:
-    """Return sets of words that tokens were drawn from: none, which means all, one or two."""
+    """Return sets of ids that tokens were drawn from: none, which means all, one or two."""
     return [list(range(token, token + token % 3)) for token in map(int, tokens)]
 
 
-def lists(kept: KeptSets | None) -> list[list[int]] | None:
-    """The words of each token."""
-    return None if kept is None else [words.tolist() for words in kept.lists()]
+def lists(allowed_tokens: AllowedTokens | None) -> list[list[int]] | None:
+    """Return the ids allowed for each token."""
+    return None if allowed_tokens is None else [ids.tolist() for ids in allowed_tokens.lists()]

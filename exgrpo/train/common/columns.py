@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
+from exgrpo.train.common.records import AllowedTokens, Behaviour, Mask, TokenIds
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -34,7 +34,7 @@ class Column:
         trace: its name in files of traces; "": they lack it.
         was: its names in checkpoints and traces of earlier versions.
         default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
-        dtype: of NumPy, or `KeptSets`.
+        dtype: of NumPy, or `AllowedTokens`.
     """
 
     axis: Axis
@@ -47,28 +47,28 @@ class Column:
 
     def array(self, values: Any) -> Any:
         """Return values as an array of the column."""
-        if self.dtype is KeptSets:
+        if self.dtype is AllowedTokens:
             return values
         return _objects(values) if self.dtype is np.object_ else np.asarray(values, self.dtype)
 
     def filled(self, size: int) -> Any:
         """Return so many defaults."""
-        if self.dtype is KeptSets:
-            return KeptSets.whole(size)
+        if self.dtype is AllowedTokens:
+            return AllowedTokens.whole(size)
         if self.default is not None or self.dtype is np.object_:
             return np.full(size, self.default, self.dtype)
         return np.full(size, np.nan if np.issubdtype(self.dtype, np.floating) else 0, self.dtype)
 
     def is_default(self, values: Any) -> bool:
         """Return True if all values are the default."""
-        if self.dtype is KeptSets:
+        if self.dtype is AllowedTokens:
             return not len(values.ids)
         (default,) = self.filled(1)
         return bool((values == default).all() or (default != default and np.isnan(values).all()))
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return the values of several parts, end to end."""
-        return KeptSets.joined(parts) if self.dtype is KeptSets else np.concatenate(parts)
+        return AllowedTokens.joined(parts) if self.dtype is AllowedTokens else np.concatenate(parts)
 
 
 class AnswerColumns:
@@ -206,14 +206,15 @@ class AnswerColumns:
         Column("token", "log-prob under the policy that importance ratios refer to, or `replay.contract.PRESENT`"),
     ]
     factor: Annotated[Floats, Column("token", "factor of the advantage", default=1)]
-    kept: Annotated[
-        KeptSets,
+    allowed_tokens: Annotated[
+        AllowedTokens,
         Column(
             "token",
             "ids of the tokens that it was drawn from, over which all of these log-probs and entropies are; not filled "
             "where rollouts are cut nowhere",
             stored=True,
-            trace="kept",
+            trace="allowed_tokens",
+            was=("kept",),
         ),
     ]
 
@@ -222,7 +223,7 @@ def _column(hint: Any) -> Column:
     """Return the column of an annotation, with its dtype."""
     (column,) = hint.__metadata__
     kind = hint.__origin__
-    if kind is KeptSets:
+    if kind is AllowedTokens:
         return replace(column, dtype=kind)
     last = get_args(kind)[-1]  # np.dtype[X] of NDArray[X]; X itself from numpy 2.5 on
     return replace(column, dtype=next(iter(get_args(last)), last))

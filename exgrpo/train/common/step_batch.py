@@ -25,7 +25,7 @@ from exgrpo.train.common.columns import (
     Objects,
     columns_of,
 )
-from exgrpo.train.common.records import Counts, KeptSets, Mask, Rollout, TokenIds, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Counts, Mask, Rollout, TokenIds, Trajectory
 from exgrpo.train.common.success import EPSILON
 
 __all__ = ["BEHAVIOURS", "ENGINE", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
@@ -73,7 +73,7 @@ class StepBatch(AnswerColumns):
             rollouts: [N] in the order of their groups.
         """
         length = [len(rollout.response) for rollout in rollouts]
-        kept = KeptSets.of_parts([rollout.kept for rollout in rollouts], length)
+        allowed_tokens = AllowedTokens.of_parts([rollout.allowed_tokens for rollout in rollouts], length)
         return cls(
             np.asarray(question, np.int64),
             np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64)),
@@ -85,7 +85,7 @@ class StepBatch(AnswerColumns):
             response_mask=_flat([rollout.response_mask for rollout in rollouts], length, bool, True),
             engine_log_prob=_flat([rollout.log_prob for rollout in rollouts], length, np.float32, np.nan),
             engine_entropy=_flat([rollout.entropy for rollout in rollouts], length, np.float32, np.nan),
-            **({} if kept is None else {"kept": kept}),
+            **({} if allowed_tokens is None else {"allowed_tokens": allowed_tokens}),
         )
 
     @classmethod

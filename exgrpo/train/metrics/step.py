@@ -102,10 +102,10 @@ def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
 
 def _of_sets(batch: StepBatch, at: Ints) -> dict[str, float]:
     """Mean size of the sets that tokens were drawn from, where rollouts are cut."""
-    if not batch.has("kept"):
+    if not batch.has("allowed_tokens"):
         return {}
-    sizes = batch.kept.sizes[at]
-    return {"kept_words": float(sizes[sizes > 0].mean()) if sizes.any() else math.nan}
+    sizes = batch.allowed_tokens.sizes[at]
+    return {"allowed_tokens": float(sizes[sizes > 0].mean()) if sizes.any() else math.nan}
 
 
 def _entropies(batch: StepBatch) -> Floats:

@@ -90,15 +90,15 @@ class TokenBatch:
         target: [B, L] or [T] int64, the response token that is predicted, -100 for none: pads and observations.
         targets: number of targets.
         segments: rows of packed tokens; None: the batch is padded.
-        kept: ids [M] int32 and offsets [targets' places + 1] int64, the words that each target was drawn from, as
-            `exgrpo.kernels` takes them; None: the whole vocabulary.
+        allowed_tokens: ids [M] int32 and offsets [targets' places + 1] int64, as `exgrpo.kernels` takes them; None:
+            the whole vocabulary.
     """
 
     tokens: torch.Tensor
     target: torch.Tensor
     targets: int
     segments: Segments | None = field(default=None, kw_only=True)
-    kept: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, kw_only=True)
+    allowed_tokens: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,14 +50,14 @@ class Stored(Sequence[Trajectory]):
         block, start, length = (self.columns[name].item(row) for name in Places._fields)
         tokens = {
             n: self.blocks[block].part(n, start, start + length)
-            for n in ("token", "old_log_prob", "response_mask", "kept")
+            for n in ("token", "old_log_prob", "response_mask", "allowed_tokens")
         }
         plain = ("question", "finished", "reward", "step", "key", "penalty")
         return Trajectory(
             response=tokens["token"],
             log_prob=tokens["old_log_prob"],
             response_mask=None if tokens["response_mask"].all() else tokens["response_mask"],
-            kept=tokens["kept"] if len(tokens["kept"].ids) else None,
+            allowed_tokens=tokens["allowed_tokens"] if len(tokens["allowed_tokens"].ids) else None,
             behaviour=BEHAVIOURS[self.columns["behaviour"][row]],
             **{name: self.columns[name].item(row) for name in plain},
         )

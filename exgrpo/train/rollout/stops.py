@@ -57,8 +57,8 @@ class Stops:
             return answer
         parts = {"response": answer.response, "log_prob": answer.log_prob, "entropy": answer.entropy}
         shorter: dict[str, Any] = {name: of[:length].copy() for name, of in parts.items() if of is not None}
-        kept = None if answer.kept is None else answer.kept[:length]
-        return replace(answer, finished=True, kept=kept, **shorter)
+        allowed_tokens = None if answer.allowed_tokens is None else answer.allowed_tokens[:length]
+        return replace(answer, finished=True, allowed_tokens=allowed_tokens, **shorter)
 
     def _stopped(self, tokens: Tokens) -> bool:
         return bool(self.strings) and _start(self.decode(tokens), self.strings) is not None

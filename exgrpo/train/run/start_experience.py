@@ -116,7 +116,10 @@ class Encoding:
         ids, prompt = trace.response_ids, trace.prompt_ids
         if ids is None or prompt is None or tuple(prompt.tolist()) != question.prompt:
             return False
-        if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
+        if (
+            not len(ids)
+            or max(ids.max(), trace.allowed_tokens.ids.max() if trace.allowed_tokens else 0) >= self.vocabulary
+        ):
             return False
         answer = Rollout(ids, trace.finished, response_mask=trace.response_mask)
         return text_of(answer, self.tokenizer.decode, question.stops(self.stop)) == trace.response
@@ -246,9 +249,9 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
     rule = run.replay.setting.experience.start_log_prob
-    kept = trace.kept if own and run.cuts else None
+    allowed_tokens = trace.allowed_tokens if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
-    may = may and own and kept is trace.kept and trace.behaviour != "unknown"
+    may = may and own and allowed_tokens is trace.allowed_tokens and trace.behaviour != "unknown"
     known = trace.log_prob if may else None
     one = Trajectory(
         question=question.index,
@@ -260,7 +263,7 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
         behaviour="unknown" if known is None else trace.behaviour or "engine",
         key=trace.key,
         response_mask=trace.response_mask,
-        kept=kept,
+        allowed_tokens=allowed_tokens,
     )
     text = trace.response if trace.reward is None else None
     more = {name: value for name, value in trace.more.items() if own or COLUMNS[name].axis == "row"}

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, write_checked
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.files import read_rows
@@ -56,7 +56,7 @@ def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Tr
     response = ids(text, eos=changes.get("finished", True))
     log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
     values = {"finished": True, "reward": 1.0, "step": 3, **changes}
-    values["kept"] = KeptSets.of(sets(response)) if values.pop("cut", False) else None
+    values["allowed_tokens"] = AllowedTokens.of(sets(response)) if values.pop("cut", False) else None
     return Trajectory(question=question, response=response, log_prob=log_prob, **values)
 
 
@@ -125,7 +125,7 @@ def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
     names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
-    plain = plain and lists(a.kept) == lists(b.kept)
+    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
     return (
         plain
         and log_prob

@@ -297,7 +297,7 @@ SOUND = [
             "response": "2",
             "response_ids": [1],
             "log_prob": [-1.0],
-            "kept": [[1, 2]],
+            "allowed_tokens": [[1, 2]],
             "response_mask": [True],
         },
     ),

@@ -102,7 +102,7 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     (file,) = (tmp_path / "set" / "data").iterdir()
     rows = pq.read_table(file).to_pylist()
     assert [row["response_mask"] is None for row in rows] == [*[True] * 7, False]
-    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "kept": None} for row in rows]
+    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "allowed_tokens": None} for row in rows]
     write(tmp_path / "other.jsonl", *others)
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
@@ -165,7 +165,7 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
 
 @pytest.mark.parametrize("cuts", [True, False])
 def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread, cuts):
-    """RLEP: another run's successes, with old log-probs of this run's policy, among the words that were kept."""
+    """RLEP: another run's successes, with old log-probs of this run's policy, among the allowed tokens."""
     encoding = encoding_of(pretrained())
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
@@ -174,14 +174,14 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), rollout_worker)
     run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
     assert f"; {len(some())} with log-probs" in str(start_experience(run, encoding))
-    assert sum(one.kept is not None for one in stored(trainer)) == (1 if cuts else 0)
+    assert sum(one.allowed_tokens is not None for one in stored(trainer)) == (1 if cuts else 0)
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
     for one in stored(trainer):
         prompt = runs.questions()[one.question].prompt
         tokens = torch.tensor([[*prompt, *one.response.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / 0.7
-        logits = logits if one.kept is None else among(logits, one.kept)
+        logits = logits if one.allowed_tokens is None else among(logits, one.allowed_tokens)
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
         assert one.behaviour == "trainer"

@@ -39,10 +39,10 @@ BAD = [
         ({"response_ids": [5, 7], "response_mask": marks}, "response_mask: it must be")
         for marks in ([0, 0], [False, False], "yes")  # numbers, nothing of the policy, text
     ),
-    ({"response_ids": [5, 7], "kept": [[5]]}, "1 kept for 2 response_ids"),
-    ({"response_ids": [5, 7], "kept": [[5], [6]]}, "kept lacks a token of response_ids"),
+    ({"response_ids": [5, 7], "allowed_tokens": [[5]]}, "1 allowed_tokens for 2 response_ids"),
+    ({"response_ids": [5, 7], "allowed_tokens": [[5], [6]]}, "allowed_tokens lacks a token of response_ids"),
     *(
-        ({"response_ids": [5, 7], "kept": words}, "kept: it must be")
+        ({"response_ids": [5, 7], "allowed_tokens": words}, "allowed_tokens: it must be")
         for words in ([[5, 5], []], [[5, -1], []], [[5.5], []], 5, ["a", []])  # twice, no token ids, no lists
     ),
 ]
@@ -59,7 +59,7 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "prompt_ids": [4, 5],
         "response_ids": [6, 7],
         "log_prob": [-0.5, 0.0],
-        "kept": [[], [3, 7]],
+        "allowed_tokens": [[], [3, 7]],
         "behaviour": "engine",
         "model": "m",
         "answer": "so 1 #### 2 ",
@@ -85,8 +85,10 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
     )
     assert (first.log_prob.tolist(), first.log_prob.dtype) == ([-0.5, 0.0], np.float32)
     assert (second.question, second.response, second.answer, second.reward) == ("1 + 1", "2", None, None)
-    assert lists(first.kept) == [[], [3, 7]]
-    assert second.kept is second.response_ids is second.log_prob is second.prompt_ids is second.behaviour is None
+    assert lists(first.allowed_tokens) == [[], [3, 7]]
+    assert (
+        second.allowed_tokens is second.response_ids is second.log_prob is second.prompt_ids is second.behaviour is None
+    )
     assert (second.finished, second.group_successes, second.group_answers, second.key) == (True, 0, 0, 0)
 
 

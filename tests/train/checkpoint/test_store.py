@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.columns import columns_of
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import blocks
 from exgrpo.train.replay.table import Table, pack
@@ -30,7 +30,9 @@ def trajectory(question: int, seed: int) -> Trajectory:
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
         response_mask=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
-        kept=KeptSets.of([range(seed % 7 + i) for i in range(length)]) if seed % 3 and length > 1 else None,
+        allowed_tokens=AllowedTokens.of([range(seed % 7 + i) for i in range(length)])
+        if seed % 3 and length > 1
+        else None,
     )
 
 
@@ -43,7 +45,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     names = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     arrays = ("response", "log_prob", "response_mask")
-    plain = plain and lists(a.kept) == lists(b.kept)
+    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
     return plain and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
 
 
@@ -126,7 +128,7 @@ def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypat
     assert held < len(kept) * (2 * 8 * tokens + 300) + 50_000
 
 
-WAS = {"response_mask": "own"}
+WAS = {"response_mask": "own", "allowed_tokens": "kept"}
 """Columns whose names were others before."""
 
 
@@ -149,7 +151,9 @@ def test_tokens_are_loaded_into_files(tmp_path):
     loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
     columns = [block.columns for block in loaded.blocks.values()]
     arrays = [
-        array for one in columns for array in (one["token"], one["old_log_prob"], one["response_mask"], one["kept"].ids)
+        array
+        for one in columns
+        for array in (one["token"], one["old_log_prob"], one["response_mask"], one["allowed_tokens"].ids)
     ]
     assert all(isinstance(array.base, np.memmap) for array in arrays)
     assert all(map(same, loaded, answers))

@@ -17,7 +17,7 @@ RESPONSES = st.lists(st.integers(0, 50), max_size=4)
 
 def rows(replayed: bool) -> st.SearchStrategy[list[Row]]:
     made = st.builds(Row, reward=REWARDS, response=RESPONSES, replayed=st.just(replayed))
-    cut = made.map(lambda row: replace(row, kept=sets(row.response)))
+    cut = made.map(lambda row: replace(row, allowed_tokens=sets(row.response)))
     return st.lists(made | cut, max_size=4)
 
 
@@ -36,7 +36,7 @@ def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[
             float(row.reward),
             bool(row.replayed),
             row.old_log_prob.tolist(),
-            lists(row.kept) if batch.has("kept") else [[]] * len(row.token),
+            lists(row.allowed_tokens) if batch.has("allowed_tokens") else [[]] * len(row.token),
         )
         for number, row in zip(batch.group, rows_of(batch), strict=True)
     ]
@@ -46,7 +46,7 @@ def expected(of_groups: list[tuple[int, list[Row]]]) -> list:
     return [
         (
             *(i, question, list(row.response), row.reward, row.replayed, [-0.5] * len(row.response)),
-            [[]] * len(row.response) if row.kept is None else row.kept,
+            [[]] * len(row.response) if row.allowed_tokens is None else row.allowed_tokens,
         )
         for i, (question, of_group) in enumerate(of_groups)
         for row in of_group

@@ -82,7 +82,7 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
         assert same(untimed(expected), untimed(again))
         for name in (*columns_of("row", "token"), "question", "group", "trained"):
             ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
-            if name == "kept":
+            if name == "allowed_tokens":
                 assert lists(ours) == lists(theirs) == (sets(expected.batch.token) if cut else None)
             else:
                 np.testing.assert_array_equal(ours, theirs)

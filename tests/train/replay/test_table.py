@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exgrpo.train.common.columns import BEHAVIOURS, columns_of
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.replay import blocks
 from exgrpo.train.replay import table as module
 from exgrpo.train.replay.table import NONE, Table, pack
@@ -42,7 +42,7 @@ def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
         number * 3 - 5,
         number / 13,
         None if number % 4 or length == 1 else ids == number,
-        KeptSets.of(sets(ids)) if number % 3 and number > 6 else None,
+        AllowedTokens.of(sets(ids)) if number % 3 and number > 6 else None,
     )
     return trajectory, dict(zip(OF_ORIGIN, (number / 11 - 1, number % 5, number % 5 + 2, number % 2), strict=True))
 
@@ -58,7 +58,7 @@ def add(table: Table, rows: list[tuple[Trajectory, dict]]) -> list[int]:
                     log_prob=one.log_prob,
                     response_mask=True if one.response_mask is None else one.response_mask,
                     behaviour=BEHAVIOURS.index(one.behaviour),
-                    kept=lists(one.kept),
+                    allowed_tokens=lists(one.allowed_tokens),
                     **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
                 )
             ],
@@ -91,7 +91,7 @@ def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> 
     for one, other in zip(made, expected, strict=True):
         for name in ("response", "log_prob", "response_mask"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-        assert lists(one.kept) == lists(other.kept)
+        assert lists(one.allowed_tokens) == lists(other.allowed_tokens)
         plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
         assert [getattr(one, name) for name in plain] == [getattr(other, name) for name in plain]
 
@@ -131,8 +131,10 @@ def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
             np.ones(len(trajectory.response), bool) if trajectory.response_mask is None else trajectory.response_mask
         )
         np.testing.assert_array_equal(batch.response_mask[at], written)
-        kept = lists(batch.kept[at]) if batch.has("kept") else [[]] * len(trajectory.response)
-        assert kept == (lists(trajectory.kept) or [[]] * len(trajectory.response))
+        allowed_tokens = (
+            lists(batch.allowed_tokens[at]) if batch.has("allowed_tokens") else [[]] * len(trajectory.response)
+        )
+        assert allowed_tokens == (lists(trajectory.allowed_tokens) or [[]] * len(trajectory.response))
 
 
 OPERATIONS = st.lists(
@@ -202,7 +204,11 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
     table.tidy()
     check_made_again(table.stored(), model[1::2])
     columns = [one.columns for one in table.blocks.contents.values()]
-    arrays = [(one["token"], one["kept"].ids, one["kept"].bounds) for one in columns if "kept" in one]
+    arrays = [
+        (one["token"], one["allowed_tokens"].ids, one["allowed_tokens"].bounds)
+        for one in columns
+        if "allowed_tokens" in one
+    ]
     assert arrays
     assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
     assert not list(tmp_path.iterdir()), "they have no names"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.errors import shown
-from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
+from exgrpo.train.common.records import AllowedTokens, Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
@@ -69,7 +69,9 @@ class _Answer:
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
             response_mask=None if alone else np.concatenate(written),
-            kept=KeptSets.of_parts([part.kept for part in self.parts], list(map(len, self.tokens))),
+            allowed_tokens=AllowedTokens.of_parts(
+                [part.allowed_tokens for part in self.parts], list(map(len, self.tokens))
+            ),
         )
         return Finished(self.request, self.sample, rollout)
 
