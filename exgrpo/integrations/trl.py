@@ -112,7 +112,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
         among = np.flatnonzero(~left_out)
         refills = self.args.refills > 0
-        if refills and not batch.teaches[among].any():  # micro-batches stay as small as they were planned
+        if refills and not batch.has_signal[among].any():  # micro-batches stay as small as they were planned
             among = among[:questions]
         refilled = batch.groups - len(plan.groups)
         batch = self.replay.settle(batch, questions, self.generation, among=among, refilled=refills)

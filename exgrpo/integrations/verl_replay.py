@@ -294,10 +294,10 @@ class ExGRPOTrainer(PPOTrainerSync):
         fill_advantages(whole, objective)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
-        learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
-        learnt &= whole.finished | (not objective.overlong_filter)
+        trained = self.replay.in_band(whole, objective.train_on)[whole.group]
+        trained &= whole.finished | (not objective.overlong_filter)
         share = 1 / whole.num_tokens.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
-        weight = whole.by_token(learnt * share) * whole.factor
+        weight = whole.by_token(trained * share) * whole.factor
         rows = [self._row.get(key) for key in batch.keys]
 
         def of_rows(values: np.ndarray) -> torch.Tensor:  # padding has no row and gets weight 0
@@ -314,8 +314,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
-        taught = nested["advantages"].values() * nested["weights"].values()
-        if not (Needs.of(self.terms.surrogate).all_rows or taught.any()):
+        signal = nested["advantages"].values() * nested["weights"].values()
+        if not (Needs.of(self.terms.surrogate).all_rows or signal.any()):
             self._trained = 0
         return result
 

@@ -183,8 +183,8 @@ def bapo(past: History, now: list[Written]) -> Expected:
     hard = now[B:]
     assert all(latest[group.question] <= 1 for group in hard)
     assert bool(len(past) % 2) <= (not hard)
-    teaching = [group for group in now[:B] if group.differs] or now[:B]
-    batch = [*teaching, *(group for group in hard if sum(group.rewards) > latest[group.question])][:B]
+    with_signal = [group for group in now[:B] if group.differs] or now[:B]
+    batch = [*with_signal, *(group for group in hard if sum(group.rewards) > latest[group.question])][:B]
     names = {group.question for group in batch}
     stored = [group.answers for groups in past for group in groups if 0.2 < group.mean < 0.6]
     stored = [of_group for of_group in stored if of_group[0][0] not in names]

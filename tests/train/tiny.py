@@ -116,7 +116,7 @@ def step_batch(**of_rows: bool) -> StepBatch:
         fresh = [row(rng, reward, **of_rows) for reward in of_group]
         replayed = [row(rng, 1.0, replayed=True, **of_rows) for _ in range(4 - len(fresh))]
         groups.append((question, fresh + replayed))
-    batch = make_batch(groups, learnt=np.ones(28, bool))
+    batch = make_batch(groups, loss_mask=np.ones(28, bool))
     batch.fill(prompt=[prompt(question) for question in batch.question])
     return batch
 

@@ -156,7 +156,7 @@ class AnswerColumns:
         Doubles,
         Column("row", "of the row's objective, in a mini-batch whose objective keeps it apart from the advantage"),
     ]
-    learnt: Annotated[
+    loss_mask: Annotated[
         Mask, Column("row", "True if the row may carry a gradient; others still count in what losses are divided by")
     ]
 
@@ -168,8 +168,8 @@ class AnswerColumns:
         Mask,
         Column(
             "token",
-            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0, from "
-            "which carry no gradient",
+            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0 and "
+            "no gradient",
             stored=True,
             trace="response_mask",
             was=("own", "written"),

@@ -170,7 +170,7 @@ class StepBatch(AnswerColumns):
         return self.reward - self.penalty
 
     @property
-    def teaches(self) -> Mask:
+    def has_signal(self) -> Mask:
         """[G] whether the net rewards of a group differ, so that its answers have advantages."""
         high, low = np.full(self.groups, -np.inf), np.full(self.groups, np.inf)
         np.maximum.at(high, self.group, self.net_reward)

@@ -161,10 +161,10 @@ def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> di
 def _of_updates(batch: StepBatch, minibatches: Sequence[MiniBatch], updates: Sequence[UpdateStats]) -> dict[str, float]:
     """Return means over the optimiser steps that have the number, and quantiles over their tokens; NaN without any."""
     all_rows = any(minibatch.all_rows for minibatch in minibatches)
-    teaching = np.bincount(batch.group, batch.learnt & ((batch.advantage != 0) | all_rows), batch.groups) > 0
+    with_signal = np.bincount(batch.group, batch.loss_mask & ((batch.advantage != 0) | all_rows), batch.groups) > 0
     gradient_tokens = sum(update.gradient_tokens for update in updates)
     numbers: dict[str, float] = {
-        "idle_group_fraction": int((~teaching[batch.trained]).sum()) / max(len(batch.trained), 1),
+        "idle_group_fraction": int((~with_signal[batch.trained]).sum()) / max(len(batch.trained), 1),
         "idle_updates": len(minibatches) - len(updates),
         "gradient_tokens": gradient_tokens,
         "gradient_token_fraction": gradient_tokens / max(sum(minibatch.tokens for minibatch in minibatches), 1),

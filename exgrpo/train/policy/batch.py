@@ -39,7 +39,7 @@ class MiniBatch:
         return self.batch.has("weight")
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         """True if any row has an advantage; NaN counts, so that it is noticed."""
         return bool(((self.batch.advantage != 0) | self.all_rows).any())
 
@@ -140,7 +140,7 @@ def build_minibatches(
 ) -> list[MiniBatch]:
     """Deal whole groups that are trained on at random into `count` mini-batches of nearly equal size.
 
-    There are fewer mini-batches where groups are fewer. Rows that are not `learnt`, and those without an advantage
+    There are fewer mini-batches where groups are fewer. Rows outside `loss_mask`, and those without an advantage
     where no other term has a gradient, only count in what losses are divided by.
 
     Args:
@@ -174,7 +174,7 @@ def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tok
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
         advantage = advantage / length
     for_all = objective.entropy_coef > 0 or objective.kl_coef > 0 or all_rows
-    kept = batch.learnt[rows] & ((advantage != 0) | for_all)
+    kept = batch.loss_mask[rows] & ((advantage != 0) | for_all)
     part = batch.take(rows[kept])
     part.fill(advantage=advantage[kept], **({"weight": weight[kept]} if all_rows else {}))
     return MiniBatch(rows[kept], part, float(normalizer), tokens, int(length[batch.fresh[rows]].sum()))

@@ -79,7 +79,7 @@ def test_numbers_of_groups_are_those_of_their_lists(data, count):
     of_groups = data.draw(groups(count, replayed=False))
     batch = make_batch(of_groups)
     rewards = [[row.reward for row in of_group] for _, of_group in of_groups]
-    assert batch.teaches.tolist() == [len(set(of)) > 1 for of in rewards]
+    assert batch.has_signal.tolist() == [len(set(of)) > 1 for of in rewards]
     means = [np.mean(of) if of else np.nan for of in rewards]
     np.testing.assert_allclose(batch.mean(batch.reward), means, rtol=1e-12)
     assert batch.num_tokens.tolist() == [len(row.response) for _, of in of_groups for row in of]
