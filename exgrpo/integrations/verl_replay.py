@@ -233,7 +233,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             np.array([group.question for group in self._groups]),
             np.array(groups),
             length,
-            **dict.fromkeys(("replayed", "replays", "behaviour"), np.zeros(len(keys))),
+            **dict.fromkeys(("replayed", "replays", "old_log_probs_from"), np.zeros(len(keys))),
             key=solution_keys(extras, self.options.experience.admit),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),

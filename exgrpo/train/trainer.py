@@ -9,7 +9,7 @@ import numpy as np
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.seeds import derive_seed, generator
-from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
+from exgrpo.train.common.step_batch import LOG_PROB_SOURCES, Ints, StepBatch
 from exgrpo.train.config.objective import SURROGATES, overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
@@ -182,7 +182,7 @@ class Trainer:
     def _graded(self, produced: Produced, step: int) -> StepBatch:
         batch, rollout = self.rollout_worker.join(produced), self.config.rollout
         penalty = [overlong_penalty(n, rollout.max_tokens, self.config.objective) for n in batch.length.tolist()]
-        of_rows = {"step": step, "behaviour": BEHAVIOURS.index(rollout.behaviour)}
+        of_rows = {"step": step, "old_log_probs_from": LOG_PROB_SOURCES.index(rollout.behaviour)}
         batch.fill(penalty=penalty, **{name: np.full(len(batch), value) for name, value in of_rows.items()})
         if rollout.behaviour == "engine":
             batch.fill(old_log_prob=batch.engine_log_prob)

@@ -102,7 +102,13 @@ def test_own_experience_keeps_its_tokens_rewards_and_log_probs(tmp_path: Path, m
         ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], tokenizer().eos_token_id]
         prompt = tokenizer()(questions()[i]["prompt"])["input_ids"]
         log_prob = [-0.25 * (place + 1) for place in range(len(ids))]
-        known = {"response": text, "response_ids": ids, "log_prob": log_prob, "reward": 1.0, "behaviour": "trainer"}
+        known = {
+            "response": text,
+            "response_ids": ids,
+            "log_prob": log_prob,
+            "reward": 1.0,
+            "old_log_probs_from": "trainer",
+        }
         rows.append({"prompt_ids": prompt, "model": str(model), **known})
     source = write(
         tmp_path / "own.jsonl", *rows, {**rows[2], "model": "another", "response_ids": None, "log_prob": None}

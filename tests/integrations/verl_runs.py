@@ -184,7 +184,7 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
             mask = ~graded["replayed"] & (first <= graded["group"]) & (graded["group"] < end)
             masks = {"token": np.repeat(mask, graded["length"]), "old_log_prob": np.repeat(mask, graded["length"])}
             columns = {name: graded[name][masks.get(name, mask)] for name in OF_FRESH}
-            nothing = dict.fromkeys(("replayed", "replays", "behaviour", "penalty"), np.zeros(mask.sum()))
+            nothing = dict.fromkeys(("replayed", "replays", "old_log_probs_from", "penalty"), np.zeros(mask.sum()))
             group, own = graded["group"][mask] - first, np.ones(len(columns["token"]))
             length, steps = columns.pop("length"), np.full(mask.sum(), step)
             return StepBatch(

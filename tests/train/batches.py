@@ -25,7 +25,7 @@ class Row:
     key: int = 0
     step: int = 1
     penalty: float = 0.0
-    behaviour: int = TRAINER
+    old_log_probs_from: int = TRAINER
     stored_advantage: float = np.nan
     replays: int = 0
     allowed_tokens: Sequence[Sequence[int]] | None = None
@@ -44,7 +44,7 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
         for row in rows
     ]
     batch = StepBatch.of_rollouts([question for question, _ in groups], [len(of) for _, of in groups], rollouts)
-    names = ("reward", "replayed", "key", "step", "penalty", "behaviour", "stored_advantage", "replays")
+    names = ("reward", "replayed", "key", "step", "penalty", "old_log_probs_from", "stored_advantage", "replays")
     of_tokens = [np.broadcast_to(np.asarray(row.log_prob, np.float32), len(row.response)) for row in rows]
     batch.fill(
         prompt=[np.array([question, question + 1], np.int32) for question, _ in groups],

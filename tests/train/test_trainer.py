@@ -88,7 +88,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
     assert stored
     for trajectory in stored:
-        assert trajectory.behaviour == "engine"
+        assert trajectory.old_log_probs_from == "engine"
         np.testing.assert_array_equal(trajectory.log_prob, engine_log_prob(trajectory.response))
     version = trainer.policy.version
     trainer.policy.updates.clear()
@@ -113,7 +113,7 @@ def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says()
     trainer = make(half(20), free_log_prob=True)
     metrics = trainer.step(1).metrics
     for trajectory in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
-        assert trajectory.behaviour == "trainer"
+        assert trajectory.old_log_probs_from == "trainer"
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
     assert not any(minibatch.batch.has("factor") for minibatch, _ in trainer.policy.updates)
     assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"] <= 0.3 + 1e-6

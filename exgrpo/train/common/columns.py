@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import AllowedTokens, Behaviour, Mask, TokenIds
+from exgrpo.train.common.records import AllowedTokens, LogProbSource, Mask, TokenIds
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Objects = npt.NDArray[np.object_]
 Axis = Literal["group", "row", "token"]
-BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
-"""Names of the values of `behaviour`, in their order."""
-TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
+LOG_PROB_SOURCES: tuple[LogProbSource, ...] = get_args(LogProbSource)
+"""Names of the values of `old_log_probs_from`, in their order."""
+TRAINER, ENGINE = map(LOG_PROB_SOURCES.index, ("trainer", "engine"))
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,15 @@ class AnswerColumns:
         ),
     ]
     step: Annotated[Ints, Column("row", "training step in which it was written", stored=True, trace="step")]
-    behaviour: Annotated[
+    old_log_probs_from: Annotated[
         npt.NDArray[np.uint8],
         Column(
             "row",
             "who computed the log-probs of the policy that wrote it: the trainer, before the update of that step, or "
             "the rollout engine, in sampling; unknown: nobody, and they are 0: the writer counts as certain",
             stored=True,
-            trace="behaviour",
+            trace="old_log_probs_from",
+            was=("behaviour",),
         ),
     ]
     text: Annotated[Objects, Column("row", "of fresh answers, what is graded: before the EOS token or stop string")]

@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import shown
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Places = slice | npt.NDArray[np.int64] | Mask
-Behaviour = Literal["trainer", "engine", "unknown"]
+LogProbSource = Literal["trainer", "engine", "unknown"]
 
 SHARED = 32
 """Tokens from which on what prompts begin with is read once: fewer take no time that one would notice."""
@@ -158,8 +158,8 @@ class Trajectory:
         finished: whether it ends with EOS or a stop string, as of a `Rollout`.
         reward: what the verifier gave.
         step: training step in which it was written.
-        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling;
-            unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
+        old_log_probs_from: source of `log_prob`: the trainer, before that step's update; the rollout engine, in
+            sampling; or unknown, as for text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
         penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
         response_mask: [R] as of a `Rollout`.
@@ -173,7 +173,7 @@ class Trajectory:
     finished: bool
     reward: float
     step: int
-    behaviour: Behaviour = "trainer"
+    old_log_probs_from: LogProbSource = "trainer"
     key: int = 0
     penalty: float = 0.0
     response_mask: Mask | None = None

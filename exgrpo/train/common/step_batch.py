@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.columns import (
-    BEHAVIOURS,
     COLUMNS,
     ENGINE,
+    LOG_PROB_SOURCES,
     TRAINER,
     AnswerColumns,
     Axis,
@@ -28,7 +28,7 @@ from exgrpo.train.common.columns import (
 from exgrpo.train.common.records import AllowedTokens, Counts, Mask, Rollout, TokenIds, Trajectory
 from exgrpo.train.common.success import EPSILON
 
-__all__ = ["BEHAVIOURS", "ENGINE", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
+__all__ = ["ENGINE", "LOG_PROB_SOURCES", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
 
 SCORES = ("old_log_prob", "log_prob", "entropy")
 """AnswerColumns that the trainer computes of fresh rows, and only of those whose numbers something needs."""
@@ -104,7 +104,7 @@ class StepBatch(AnswerColumns):
             [one.question for one in trajectories], [1] * len(trajectories), [one.rollout for one in trajectories]
         )
         batch.fill(
-            behaviour=[BEHAVIOURS.index(one.behaviour) for one in trajectories],
+            old_log_probs_from=[LOG_PROB_SOURCES.index(one.old_log_probs_from) for one in trajectories],
             old_log_prob=np.concatenate([np.empty(0, np.float32), *(one.log_prob for one in trajectories)]),
             **{name: [getattr(one, name) for one in trajectories] for name in ("reward", "step", "key", "penalty")},
         )

@@ -117,7 +117,7 @@ def correct(batch: StepBatch, rows: Ints, options: CorrectionConfig) -> dict[str
         dict: metrics under `correction/`, over the tokens that the policy wrote; empty without such rows.
     """
     rows = np.unique(rows)
-    rows = rows[batch.fresh[rows] & (batch.behaviour[rows] == ENGINE)]
+    rows = rows[batch.fresh[rows] & (batch.old_log_probs_from[rows] == ENGINE)]
     if not len(rows):
         return {}
     part = batch.take(rows)

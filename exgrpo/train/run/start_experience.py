@@ -172,7 +172,7 @@ def _listed(counts: Counter[str]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    # Until they are known, the reward of `one` is NaN and its behaviour "unknown".
+    # Until they are known, the reward of `one` is NaN and `old_log_probs_from` "unknown".
     question: Question
     one: Trajectory
     text: str | None
@@ -251,7 +251,7 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
     rule = run.replay.setting.experience.start_log_prob
     allowed_tokens = trace.allowed_tokens if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
-    may = may and own and allowed_tokens is trace.allowed_tokens and trace.behaviour != "unknown"
+    may = may and own and allowed_tokens is trace.allowed_tokens and trace.old_log_probs_from != "unknown"
     known = trace.log_prob if may else None
     one = Trajectory(
         question=question.index,
@@ -260,7 +260,7 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
         finished=finished,
         reward=math.nan if trace.reward is None else trace.reward,
         step=0,
-        behaviour="unknown" if known is None else trace.behaviour or "engine",
+        old_log_probs_from="unknown" if known is None else trace.old_log_probs_from or "engine",
         key=trace.key,
         response_mask=trace.response_mask,
         allowed_tokens=allowed_tokens,
@@ -312,7 +312,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     if run.replay.setting.experience.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
-    unknown = [row for row in rows if row.one.behaviour == "unknown"]
+    unknown = [row for row in rows if row.one.old_log_probs_from == "unknown"]
     started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
@@ -321,7 +321,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
         batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)
         for place, row in enumerate(chunk):
-            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], behaviour="trainer")
+            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], old_log_probs_from="trainer")
 
 
 def _success_counts(rows: Sequence[_Row], setting: MethodOptions) -> dict[int, float]:

@@ -25,7 +25,7 @@ from pydantic import (
 from exgrpo.train.common import jsonl, plain
 from exgrpo.train.common.columns import COLUMNS, EARLIER, Column, renamed
 from exgrpo.train.common.errors import DataError, os_errors_as, shown
-from exgrpo.train.common.records import AllowedTokens, Behaviour
+from exgrpo.train.common.records import AllowedTokens, LogProbSource
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import parquet_values
 from exgrpo.train.data.questions import Question
@@ -107,7 +107,7 @@ class Trace(BaseModel):
     log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = None
     response_mask: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = None
     allowed_tokens: Annotated[AllowedTokens, PlainValidator(_sets)] | None = None
-    behaviour: Behaviour | None = None
+    old_log_probs_from: LogProbSource | None = None
     model: str | None = None
     finished: bool = True
     reward: Number | None = None

@@ -67,7 +67,7 @@ def some(count: int = 3) -> list[Trajectory]:
         gold = questions()[question].gold
         made += [
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
-            trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1, cut=question == 1),
+            trajectory(question, f"\\boxed{{{gold}}}", seed=1, old_log_probs_from="engine", step=1, cut=question == 1),
         ]
     return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
 
@@ -122,7 +122,7 @@ def make_run(
 
 
 def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
-    names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
+    names = {"question", "finished", "reward", "step", "old_log_probs_from", "key"} - set(besides)
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
     plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)

@@ -42,7 +42,11 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
         assert row["response_mask"] == (None if one.response_mask is None else one.response_mask.tolist())
         assert row["allowed_tokens"] == lists(one.allowed_tokens)
-        assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
+        assert (row["old_log_probs_from"], row["finished"], row["reward"]) == (
+            one.old_log_probs_from,
+            one.finished,
+            one.reward,
+        )
         assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
         assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
         assert row["replays"] == i
@@ -69,11 +73,11 @@ def test_batches_are_bounded_and_hold_every_row_once(tmp_path, monkeypatch):
 
 
 def test_answers_without_log_probs_name_no_model(tmp_path):
-    made = trajectory(0, "\\boxed{1}", behaviour="unknown")
+    made = trajectory(0, "\\boxed{1}", old_log_probs_from="unknown")
     export(make_run(tmp_path / "run", [made]), tmp_path / "set")
     (trace,) = rows_of(tmp_path / "set")
     assert trace.model is None
-    assert trace.behaviour == "unknown"
+    assert trace.old_log_probs_from == "unknown"
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, monkeypatch):

@@ -136,12 +136,12 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     own_path = "builtin:arithmetic"
     rows = [
         {
-            **trace(0, f"5 {number} 9", reward=1, model=model, behaviour=behaviour),
+            **trace(0, f"5 {number} 9", reward=1, model=model, old_log_probs_from=old_log_probs_from),
             "prompt_ids": [0, 2],
             "response_ids": [5, number, 9, EOS],
             "log_prob": [-1, -2, -3, -4.0],
         }
-        for number, (model, behaviour) in enumerate(
+        for number, (model, old_log_probs_from) in enumerate(
             [(own_path, "engine"), ("other", "engine"), (None, "trainer"), (own_path, "unknown")]
         )
     ]
@@ -151,14 +151,14 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     given = np.array([-1, -2, -3, -4], np.float32)
 
     trainer, started = begin(path, **temperature)
-    assert [one.behaviour for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
+    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, *own[1:]])
     assert "3 with log-probs of this run's policy" in str(started)
     trainer, _ = begin(path, **temperature, **{"experience.start_log_prob": "keep"})
-    assert [one.behaviour for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
+    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, given, given, own[3]])
     trainer, started = begin(path, **temperature, **{"experience.start_log_prob": "unknown"})
-    assert {one.behaviour for one in stored(trainer)} == {"unknown"}
+    assert {one.old_log_probs_from for one in stored(trainer)} == {"unknown"}
     assert not np.any([one.log_prob for one in stored(trainer)])
     assert str(started).endswith("; 4 without log-probs: their writer counts as certain")
 
@@ -184,7 +184,7 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
         logits = logits if one.allowed_tokens is None else among(logits, one.allowed_tokens)
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
-        assert one.behaviour == "trainer"
+        assert one.old_log_probs_from == "trainer"
 
 
 def test_with_unknown_log_probs_replayed_tokens_refer_to_a_certain_writer(tmp_path):

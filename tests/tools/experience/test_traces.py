@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from exgrpo.tools.experience.convert import answers_of
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.traces import check_traces, read_traces
 from tests.tools.experience.runs import write_parquet
@@ -31,7 +32,7 @@ BAD = [
     ({"reward": "good"}, "reward: Input should be a valid number (got 'good')"),
     ({"reward": float("inf")}, "reward: Input should be a finite number (got inf)"),
     ({"finished": 1}, "finished: Input should be a valid boolean (got 1)"),
-    ({"behaviour": "me"}, "behaviour: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
+    ({"old_log_probs_from": "me"}, "old_log_probs_from: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
     ({"group_successes": 3, "group_answers": 2}, "3 group_successes of 2 group_answers"),
     ({"key": -1}, "key: Input should be greater than or equal to 0 (got -1)"),
     ({"response_ids": [5, 7], "response_mask": [True]}, "1 response_mask for 2 response_ids"),
@@ -60,7 +61,7 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "response_ids": [6, 7],
         "log_prob": [-0.5, 0.0],
         "allowed_tokens": [[], [3, 7]],
-        "behaviour": "engine",
+        "old_log_probs_from": "engine",
         "model": "m",
         "answer": "so 1 #### 2 ",
         "finished": False,
@@ -87,9 +88,25 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
     assert (second.question, second.response, second.answer, second.reward) == ("1 + 1", "2", None, None)
     assert lists(first.allowed_tokens) == [[], [3, 7]]
     assert (
-        second.allowed_tokens is second.response_ids is second.log_prob is second.prompt_ids is second.behaviour is None
+        second.allowed_tokens
+        is second.response_ids
+        is second.log_prob
+        is second.prompt_ids
+        is second.old_log_probs_from
+        is None
     )
     assert (second.finished, second.group_successes, second.group_answers, second.key) == (True, 0, 0, 0)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_columns_are_read_under_the_names_that_they_had(tmp_path, write):
+    was = {"response_ids": [6, 7], "written": [True, False], "kept": [[], [3, 7]], "behaviour": "engine"}
+    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **was}])
+    (trace,) = read_traces(path)
+    assert (trace.response_mask.tolist(), trace.old_log_probs_from) == ([True, False], "engine")
+    assert lists(trace.allowed_tokens) == [[], [3, 7]]
+    (answer,) = answers_of({**ROW, **was}, {})
+    assert [answer[name] for name in ("response_mask", "allowed_tokens", "old_log_probs_from")] == [*was.values()][1:]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)

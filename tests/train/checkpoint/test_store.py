@@ -26,7 +26,7 @@ def trajectory(question: int, seed: int) -> Trajectory:
         finished=bool(seed % 2),
         reward=1.0 + seed / 3,
         step=seed,
-        behaviour=("trainer", "engine", "unknown")[seed % 3],
+        old_log_probs_from=("trainer", "engine", "unknown")[seed % 3],
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
         response_mask=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
@@ -42,7 +42,7 @@ def add(table: Table, trajectories: list[Trajectory]) -> None:
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
-    names = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
+    names = ("question", "finished", "reward", "step", "old_log_probs_from", "key", "penalty")
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     arrays = ("response", "log_prob", "response_mask")
     plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
@@ -128,7 +128,7 @@ def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypat
     assert held < len(kept) * (2 * 8 * tokens + 300) + 50_000
 
 
-WAS = {"response_mask": "own", "allowed_tokens": "kept"}
+WAS = {"response_mask": "own", "allowed_tokens": "kept", "old_log_probs_from": "behaviour"}
 """Columns whose names were others before."""
 
 

@@ -36,11 +36,11 @@ def compared(seed: int = 0) -> StepBatch:
             range(n),
             rng.normal(-2, 1, n),
             response_mask=np.arange(n) % 3 > 0 if i == 2 else True,
-            behaviour=ENGINE,
+            old_log_probs_from=ENGINE,
         )
         for i, n in enumerate(LENGTHS)
     ]
-    batch = make_batch([(0, [*rows, Row(1.0, range(4), -3.0, replayed=True, behaviour=ENGINE)])])
+    batch = make_batch([(0, [*rows, Row(1.0, range(4), -3.0, replayed=True, old_log_probs_from=ENGINE)])])
     moved = rng.normal(np.repeat([0, 0.1, -0.1, 0, 0.05, 0, 0], [*LENGTHS, 4]), SPREAD)
     batch.fill(log_prob=batch.old_log_prob + moved, advantage=[*ADVANTAGE, 1.0])
     return batch
@@ -160,12 +160,12 @@ def test_the_step_gets_weights_of_fresh_answers_and_numbers_of_its_own_tokens():
         "correction/ratio": pytest.approx(ratio[own].mean()),
         "correction/ess": pytest.approx(expected[own].sum() ** 2 / (own.sum() * (expected[own] ** 2).sum())),
     }
-    batch.fill(behaviour=np.zeros(len(batch)))
+    batch.fill(old_log_probs_from=np.zeros(len(batch)))
     assert correct(batch, np.arange(len(batch)), given) == {}
 
 
 def test_tis_of_long_answers_is_finite():
-    batch = make_batch([(0, [Row(1.0, range(3000), -1.0, behaviour=ENGINE)])])
+    batch = make_batch([(0, [Row(1.0, range(3000), -1.0, old_log_probs_from=ENGINE)])])
     for move in (0.5, -0.5):
         batch.fill(log_prob=batch.old_log_prob + move, advantage=[1.0])
         for name in METHODS:

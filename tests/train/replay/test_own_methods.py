@@ -213,7 +213,7 @@ def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_
         (
             "admit",
             "return batch.rewards > 0",
-            "a StepBatch has no rewards ({line}); there are answers, behaviour, chosen_entropy",
+            "a StepBatch has no rewards ({line}); there are answers, chosen_entropy",
         ),
         (
             "prioritise",

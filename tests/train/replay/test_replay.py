@@ -76,7 +76,7 @@ def test_what_is_replayed_is_as_it_was_stored():
         key=8,
         step=4,
         penalty=0.25,
-        behaviour=ENGINE,
+        old_log_probs_from=ENGINE,
     )
     replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
     for times in (1, 2):
@@ -85,7 +85,7 @@ def test_what_is_replayed_is_as_it_was_stored():
         assert selected.token.tolist() == [5, 6, 7]
         assert selected.response_mask.tolist() == [True, False, True]
         np.testing.assert_array_equal(selected.old_log_prob, np.array([-0.1, 0.0, -0.3], np.float32))
-        names = ("reward", "penalty", "key", "step", "behaviour", "finished", "replays", "stored_advantage")
+        names = ("reward", "penalty", "key", "step", "old_log_probs_from", "finished", "replays", "stored_advantage")
         assert [getattr(selected, name).item() for name in names] == [1.0, 0.25, 8, 4, ENGINE, True, times, 0.375]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.columns import BEHAVIOURS, columns_of
+from exgrpo.train.common.columns import LOG_PROB_SOURCES, columns_of
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.replay import blocks
@@ -38,7 +38,7 @@ def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
         bool(number % 2),
         number / 7,
         100 + number // 2,
-        BEHAVIOURS[number % 3],
+        LOG_PROB_SOURCES[number % 3],
         number * 3 - 5,
         number / 13,
         None if number % 4 or length == 1 else ids == number,
@@ -57,7 +57,7 @@ def add(table: Table, rows: list[tuple[Trajectory, dict]]) -> list[int]:
                     response=one.response,
                     log_prob=one.log_prob,
                     response_mask=True if one.response_mask is None else one.response_mask,
-                    behaviour=BEHAVIOURS.index(one.behaviour),
+                    old_log_probs_from=LOG_PROB_SOURCES.index(one.old_log_probs_from),
                     allowed_tokens=lists(one.allowed_tokens),
                     **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
                 )
@@ -74,7 +74,7 @@ def expected(trajectory: Trajectory, origin: dict) -> dict:
     return {
         "trajectory": trajectory,
         "finished": trajectory.finished,
-        "behaviour": BEHAVIOURS.index(trajectory.behaviour),
+        "old_log_probs_from": LOG_PROB_SOURCES.index(trajectory.old_log_probs_from),
         "penalty": trajectory.penalty,
         "question": trajectory.question,
         "step": trajectory.step,
@@ -92,7 +92,7 @@ def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> 
         for name in ("response", "log_prob", "response_mask"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         assert lists(one.allowed_tokens) == lists(other.allowed_tokens)
-        plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
+        plain = ("question", "finished", "reward", "step", "old_log_probs_from", "key", "penalty")
         assert [getattr(one, name) for name in plain] == [getattr(other, name) for name in plain]
 
 
