@@ -44,9 +44,9 @@ def graded(
         reward=[reward for of_group in rewards for reward in of_group],
         step=np.full(rows, step),
         finished=np.ones(rows, bool),
-        behaviour=np.full(rows, TRAINER),
+        old_log_probs_from=np.full(rows, TRAINER),
         token=rng.integers(0, VOCABULARY, size, dtype=np.int32),
-        own=np.ones(size, bool),
+        response_mask=np.ones(size, bool),
         old_log_prob=-rng.random(size, dtype=np.float32),
         **{name: np.zeros(rows) for name in ("replayed", "replays", "penalty", "key")},
     )

@@ -43,9 +43,9 @@ def make_sets(problem: Problem) -> tuple[Tensor, Tensor]:
     return torch.cat(found).int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
 
 
-def masked(hidden: Tensor, weight: Tensor, target: Tensor, kept: tuple[Tensor, Tensor]) -> Tensor:
+def masked(hidden: Tensor, weight: Tensor, target: Tensor, allowed_tokens: tuple[Tensor, Tensor]) -> Tensor:
     """Return log-probs by all logits and a mask [T, V], as slime computes them."""
-    ids, offsets = kept
+    ids, offsets = allowed_tokens
     logits = (hidden @ weight.T).float()
     allowed = torch.zeros_like(logits, dtype=torch.bool)
     allowed[torch.repeat_interleave(offsets.diff()), ids.long()] = True
@@ -56,29 +56,34 @@ def masked(hidden: Tensor, weight: Tensor, target: Tensor, kept: tuple[Tensor, T
 def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float) -> Results:
     """Compare the gradients of both implementations with sets, then measure times and memory of all rows."""
     problem = make_problem(Case(POLICY_LOSS, *shape, dtype), device)
-    kept = make_sets(problem)
+    allowed_tokens = make_sets(problem)
     hidden, weight, target = problem[:3]
 
     def log_prob() -> Tensor:
-        return masked(hidden, weight, target, kept)
+        return masked(hidden, weight, target, allowed_tokens)
 
     with torch.no_grad():
         problem = problem._replace(old_log_prob=log_prob() + 0.05 * torch.randn_like(problem.old_log_prob))
 
-    def ours(kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def ours(allowed_tokens: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         tokens = target, problem.old_log_prob, problem.advantage
-        loss = kernels.linear_policy_loss(hidden, weight, *tokens, normalizer=len(target), kept=kept).loss
+        loss = kernels.linear_policy_loss(
+            hidden, weight, *tokens, normalizer=len(target), allowed_tokens=allowed_tokens
+        ).loss
         return torch.autograd.grad(loss, (hidden, weight))
 
     def plain() -> tuple[Tensor, ...]:
         return torch.autograd.grad(plain_loss(log_prob(), None, problem, 0.0), (hidden, weight))
 
-    for mine, theirs in zip(ours(kept), plain(), strict=True):
+    for mine, theirs in zip(ours(allowed_tokens), plain(), strict=True):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1  # plain torch rounds the logits to bf16
         assert (mine - theirs).float().norm() < tolerance * theirs.float().norm()
-    facts: dict[str, object] = {"pairs": len(kept[0]), "alone": (kept[1].diff() == 1).float().mean().item()}
+    facts: dict[str, object] = {
+        "pairs": len(allowed_tokens[0]),
+        "alone": (allowed_tokens[1].diff() == 1).float().mean().item(),
+    }
     calls: dict[str, Callable[[], object]] = {
-        ROWS[0]: partial(ours, kept),
+        ROWS[0]: partial(ours, allowed_tokens),
         ROWS[1]: partial(ours, None),
         ROWS[2]: plain,
     }

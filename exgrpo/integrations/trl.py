@@ -112,7 +112,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
         among = np.flatnonzero(~left_out)
         refills = self.args.refills > 0
-        if refills and not batch.teaches[among].any():  # micro-batches stay as small as they were planned
+        if refills and not batch.has_signal[among].any():  # micro-batches stay as small as they were planned
             among = among[:questions]
         refilled = batch.groups - len(plan.groups)
         batch = self.replay.settle(batch, questions, self.generation, among=among, refilled=refills)
@@ -184,7 +184,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "penalty": np.zeros(len(rows)),
             "step": np.full(len(rows), self.generation),
             "token": ids[inside].numpy(),
-            "own": own[inside].bool().numpy(),
+            "response_mask": own[inside].bool().numpy(),
             "old_log_prob": log_probs[inside].float().numpy(),
         }
 
@@ -206,7 +206,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         # Means over the rows or tokens of a generation must not count padding rows. (bnpo is a mean over the unmasked
         # tokens of each micro-batch, so it needs no correction.)
         self._rows = max(1, len(rows)) / (processes * steps)
-        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.written[rows].sum()))
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], int(batch.num_tokens[rows].sum()))
         mine = dealt[index]
         return rebuild(output, batch.take(mine), place[mine] - index * per_process, size, self._collate)
 
@@ -275,7 +275,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return (log_probs, entropies) if entropy else log_probs
 
     def _objective(self, inputs: dict[str, Any]) -> LossArguments:
-        objective = super()._objective({**inputs, "tool_mask": inputs["own"]})
+        objective = super()._objective({**inputs, "tool_mask": inputs["response_mask"]})
         term = self.weigher.term
         clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None
         replayed = None if term == "clipped" else inputs["replayed"]

@@ -122,7 +122,7 @@ def _put_terms(batch: Batch, mine: StepBatch) -> None:
         advantage[inside] *= torch.from_numpy(mine.factor).to(advantage)
     batch["advantages"] = advantage
     batch["replayed"] = replayed
-    batch["own"] = torch.ones_like(mask)
-    batch["own"][inside] = torch.from_numpy(mine.own).to(mask)
+    batch["response_mask"] = torch.ones_like(mask)
+    batch["response_mask"][inside] = torch.from_numpy(mine.response_mask).to(mask)
     # TRL averages entropies and clip ratios over this mask: the policy's fresh tokens.
-    batch["tool_mask"] = batch["own"] * ~replayed[:, None]
+    batch["tool_mask"] = batch["response_mask"] * ~replayed[:, None]

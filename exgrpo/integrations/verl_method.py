@@ -180,12 +180,14 @@ def _option(config: Any, path: str) -> Any:
 def answer_columns(batch: StepBatch, row: int, prompt: TokenIds) -> dict[str, Tensor]:
     """Return a stored answer as tensors of a row of verl: [P] prompt, [R] response, and [P + R]."""
     at = batch.at(row)
-    question, answer, own = (torch.from_numpy(values).long() for values in (prompt, batch.token[at], batch.own[at]))
+    question, answer, mask = (
+        torch.from_numpy(values).long() for values in (prompt, batch.token[at], batch.response_mask[at])
+    )
     whole, old = torch.cat([question, answer]), torch.from_numpy(batch.old_log_prob[at])
     reward = torch.zeros(len(answer))
     reward[-1] = batch.reward[row]
     of_prompt = {"prompts": question}
-    of_response = {"responses": answer, "response_mask": own, "loss_mask": own, "rm_scores": reward}
+    of_response = {"responses": answer, "response_mask": mask, "loss_mask": mask, "rm_scores": reward}
     # Equal log-probs of both policies make verl's rollout correction 1 for this row.
     of_response |= {"old_log_probs": old, "rollout_log_probs": old, "entropy": torch.zeros_like(old)}
     of_all = {"input_ids": whole, "attention_mask": torch.ones_like(whole), "position_ids": torch.arange(len(whole))}
@@ -213,15 +215,15 @@ def replay_loss(
     old, advantage, weight = (columns[name] for name in names[1:])
     for name in corrected:
         weight = weight * columns[name]
-    own, replayed = columns["response_mask"].bool(), data["replayed"][:, None].expand_as(old)
+    mask, replayed = columns["response_mask"].bool(), data["replayed"][:, None].expand_as(old)
     # In verl's own loss all advantages are 0 and the ratios of replayed rows are 1: it adds only its other terms.
     without = data.copy()
     without["old_log_probs"] = torch.where(replayed | (old == PRESENT), log_prob.detach(), old)
     without["advantages"] = torch.zeros_like(advantage)
     assign_non_tensor_data(without, "global_batch_size", data["rows"])
     loss, metrics = ppo_loss(config, model_output, without, dp_group)
-    all_rows, length = Needs.of(terms.surrogate).all_rows, own.sum(1)
-    target = torch.where(own, 0, IGNORED)  # token ids are not used: the log-probs are given
+    all_rows, length = Needs.of(terms.surrogate).all_rows, mask.sum(1)
+    target = torch.where(mask, 0, IGNORED)  # token ids are not used: the log-probs are given
     rows = MicroBatch(
         *(target, target, int(length.sum())),
         old_log_prob=old,
@@ -233,7 +235,7 @@ def replay_loss(
     )
     terms = replace(terms, bounded=data["clip"])
     result = loss_of_log_probs(LogProb(log_prob, torch.zeros_like(log_prob)), rows, terms)
-    policy = agg_loss(result.loss[None, None], own.new_ones(1, 1), config.loss_agg_mode, **config.global_batch_info)
+    policy = agg_loss(result.loss[None, None], mask.new_ones(1, 1), config.loss_agg_mode, **config.global_batch_info)
     clipped = float(result.clipped.sum() / length.sum().clamp(min=1))
     metrics["actor/pg_loss"] = Metric(value=policy, aggregation=AggregationType.SUM)
     metrics["actor/pg_clipfrac"] = Metric(value=clipped, aggregation=AggregationType.MEAN)

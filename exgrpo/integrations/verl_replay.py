@@ -233,14 +233,14 @@ class ExGRPOTrainer(PPOTrainerSync):
             np.array([group.question for group in self._groups]),
             np.array(groups),
             length,
-            **dict.fromkeys(("replayed", "replays", "behaviour"), np.zeros(len(keys))),
+            **dict.fromkeys(("replayed", "replays", "old_log_probs_from"), np.zeros(len(keys))),
             key=solution_keys(extras, self.options.experience.admit),
             step=np.full(len(keys), self.global_steps),
             finished=(length < longest) | (np.array(last) == self.tokenizer.eos_token_id),
             reward=[float(scores.sum()) for scores in columns["rm_scores"]],
             penalty=[overlong_penalty(n, longest, self.options.objective) for n in length.tolist()],
             token=np.concatenate(columns["responses"]),
-            own=np.concatenate(columns["response_mask"]),
+            response_mask=np.concatenate(columns["response_mask"]),
         ), list(keys)
 
     def _keep_prompts(self, asked: set[int]) -> None:
@@ -294,10 +294,10 @@ class ExGRPOTrainer(PPOTrainerSync):
         fill_advantages(whole, objective)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
         self.weigher(whole)
-        learnt = self.replay.in_band(whole, objective.train_on)[whole.group]
-        learnt &= whole.finished | (not objective.overlong_filter)
-        share = 1 / whole.written.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
-        weight = whole.by_token(learnt * share) * whole.factor
+        trained = self.replay.in_band(whole, objective.train_on)[whole.group]
+        trained &= whole.finished | (not objective.overlong_filter)
+        share = 1 / whole.num_tokens.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
+        weight = whole.by_token(trained * share) * whole.factor
         rows = [self._row.get(key) for key in batch.keys]
 
         def of_rows(values: np.ndarray) -> torch.Tensor:  # padding has no row and gets weight 0
@@ -314,8 +314,8 @@ class ExGRPOTrainer(PPOTrainerSync):
         clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
-        taught = nested["advantages"].values() * nested["weights"].values()
-        if not (Needs.of(self.terms.surrogate).all_rows or taught.any()):
+        signal = nested["advantages"].values() * nested["weights"].values()
+        if not (Needs.of(self.terms.surrogate).all_rows or signal.any()):
             self._trained = 0
         return result
 

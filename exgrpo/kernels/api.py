@@ -20,7 +20,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -44,14 +44,13 @@ def linear_log_prob(
         bias: ``[V]``, any of these floating dtypes.
         temperature: :math:`\tau > 0`, a number or a tensor shaped like ``target`` (or with no dimensions). Constant.
         softcap: caps the logits to ``softcap * tanh(logits / softcap)`` before the temperature, as Gemma 2 does.
-        kept: the sets of words that the tokens were sampled from (top-p, top-k, min-p): ``(ids, offsets)``, int32
-            ``[M]`` and int64 ``[T + 1]``, where T is the number of targets. The softmax of token t, in the order of
-            ``target.flatten()``, is over the words ``ids[offsets[t]:offsets[t + 1]]``, and so is the entropy. They are
-            different words in any order, the target among them; no word at all stands for the whole vocabulary.
-            Constant. A token with one word has log-probability 0, entropy 0 and no gradient, and enters no product. For
-            the others a call takes one small product for each word of a set, and the host waits for a GPU; where a set
-            is a large part of the vocabulary, a token costs what it costs without one. None: every softmax is over the
-            whole vocabulary.
+        allowed_tokens: ``(ids, offsets)``, the sets that the targets were sampled from (top-p, top-k, min-p); int32
+            ``[M]`` and int64 ``[T + 1]``, where T is the number of targets. The softmax and the entropy of target t, in
+            the order of ``target.flatten()``, are over the token ids ``ids[offsets[t]:offsets[t + 1]]``: distinct, in
+            any order, the target among them; an empty set means the whole vocabulary. Constant. A target that is alone
+            in its set has log-probability 0, entropy 0 and no gradient, and enters no product. For others a call takes
+            one small product for each id of a set, and the host waits for a GPU; where a set is a large part of the
+            vocabulary, a target costs what it costs without one. None: every softmax is over the whole vocabulary.
         ignore_index: targets with this value are left out: their results are 0, they get no gradient, and they
             enter no matrix product.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split along V, in rank order, in any
@@ -84,14 +83,14 @@ def linear_log_prob(
             small for one tile of the logits (the message names the least). Values on a GPU
             are checked without waiting for it, so there a bad target fails like one of
             ``torch.nn.functional.cross_entropy``; with ``EXGRPO_CHECK=1`` in the environment it is a ValueError.
-            That a set of ``kept`` has a word twice, or lacks its target, is seen on a GPU only then.
+            That a set of ``allowed_tokens`` has an id twice, or lacks its target, is seen on a GPU only then.
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
             torch.func, or with ``create_graph=True``. With ``backend="reference"`` it may be.
 
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, temperature: ``[...]``
-        - kept: ``[M]``, ``[T + 1]``
+        - allowed_tokens: ``[M]``, ``[T + 1]``
         - log_prob, entropy: ``[...]``
 
         D is the hidden size, V the vocabulary. ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance;
@@ -114,8 +113,8 @@ def linear_log_prob(
         The log-probabilities of the importance ratio and the entropy of the trajectory selection in ExGRPO,
         arXiv 2510.02245.
     """
-    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
-    head = arguments.keep(arguments.head(hidden, weight, target, given, vocab_group, memory, counts), kept)
+    given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)
+    head = arguments.keep(arguments.head(hidden, weight, target, given, vocab_group, memory, counts), allowed_tokens)
     name = dispatch.requested(backend, hidden.device, vocab_group)
     checks.weight_grad(weight_grad, weight)
     if name == dispatch.REFERENCE:
@@ -144,7 +143,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -181,7 +180,8 @@ def linear_policy_loss(
         bias: ``[V]``.
         temperature: a number or a tensor shaped like ``target``.
         softcap: caps the logits before the temperature.
-        kept: as in :func:`linear_log_prob`. A token with one word counts in the loss and has no gradient.
+        allowed_tokens: as in :func:`linear_log_prob`. A target that is alone in its set counts in the loss and has no
+            gradient.
         ignore_index: targets with this value leave the position out, as in :func:`linear_log_prob`.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
             on all ranks. Conventions as in :func:`linear_log_prob`.
@@ -204,7 +204,7 @@ def linear_policy_loss(
     Shape:
         - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, old_log_prob, mask, temperature: ``[...]``
-        - kept: ``[M]``, ``[T + 1]``
+        - allowed_tokens: ``[M]``, ``[T + 1]``
         - advantage, replayed: ``[...]``, or ``[B]`` where ``...`` is ``[B, L]``
         - loss: ``[]``, and log_prob, entropy, ratio, clipped: ``[...]``
 
@@ -228,7 +228,7 @@ def linear_policy_loss(
     Source:
         Mixed-policy objective with policy shaping of ExGRPO, arXiv 2510.02245; constant normaliser of Dr.GRPO.
     """
-    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)
     loss_given = LossArguments(replayed, clip, beta, entropy_coef, normalizer, mask)
     head = arguments.head(hidden, weight, target, given, vocab_group, memory, counts)
     name = dispatch.requested(backend, hidden.device, vocab_group)
@@ -237,7 +237,7 @@ def linear_policy_loss(
     if mask is not None:
         checks.alike("mask", mask, target, "target", (torch.bool,))
         head = head._replace(target=head.target.masked_fill(~mask.reshape(-1), LEFT_OUT))
-    head = arguments.keep(head, kept)
+    head = arguments.keep(head, allowed_tokens)
     flat = checks.written(old_log_prob.detach().reshape(-1), lambda: head.target == LEFT_OUT)
     terms = arguments.policy_terms(flat, advantage, loss_given, target, "target")
     dtype = compute_dtype(hidden.dtype)
@@ -260,7 +260,7 @@ def sequence_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
     vocab_group: "ProcessGroup | None" = None,
     memory: int | None = None,
@@ -278,7 +278,7 @@ def sequence_entropy(
         bias: ``[V]``.
         temperature: a number or a tensor shaped like ``target``.
         softcap: caps the logits before the temperature.
-        kept: as in :func:`linear_log_prob`; the targets have to be in the sets here, too.
+        allowed_tokens: as in :func:`linear_log_prob`; the targets have to be in the sets here, too.
         ignore_index: targets with this value are left out.
         vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
         memory: as in :func:`linear_log_prob`.
@@ -297,7 +297,7 @@ def sequence_entropy(
     Shape:
         - hidden: ``[T, D]``, weight: ``[V, D]``, bias: ``[V]``
         - target, temperature: ``[T]``
-        - kept: ``[M]``, ``[T + 1]``
+        - allowed_tokens: ``[M]``, ``[T + 1]``
         - cu_seqlens: ``[N + 1]``, result: ``[N]``
 
     Example::
@@ -315,7 +315,7 @@ def sequence_entropy(
         raise ValueError(f"target: expected shape [T], packed sequences, got {list(target.shape)}")
     cu_seqlens = checks.sequence_bounds(cu_seqlens, target)
     derivatives.check_constant("sequence_entropy", hidden, weight, bias)
-    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)._asdict()
+    given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)._asdict()
     with torch.no_grad():
         entropy = linear_log_prob(
             hidden,

@@ -9,10 +9,10 @@ from torch import Tensor
 from exgrpo.kernels import checks
 from exgrpo.kernels.inputs import (
     LEFT_OUT,
+    AllowedTokens,
     Head,
     HeadArguments,
     HeadOptions,
-    Kept,
     LossArguments,
     PolicyTerms,
     PolicyTokens,
@@ -51,18 +51,18 @@ def head(
         memory=None if memory is None else checks.index("memory", memory, positive=True),
         counts=checks.counts(counts, target.numel()),
     )
-    kept = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
+    flat_target = target.masked_fill(ignored, LEFT_OUT).reshape(-1)
     flat = hidden.reshape(target.numel(), hidden.shape[-1])
-    return Head(flat, weight, bias, kept, options)
+    return Head(flat, weight, bias, flat_target, options)
 
 
-def keep(head: Head, kept: tuple[Tensor, Tensor] | None) -> Head:
-    """Return the head over kept sets, which are checked; None: over the whole vocabulary."""
-    if kept is None:
+def keep(head: Head, allowed_tokens: tuple[Tensor, Tensor] | None) -> Head:
+    """Return the head over allowed tokens, which are checked; None: over the whole vocabulary."""
+    if allowed_tokens is None:
         return head
     options = head.options
-    sets = Kept(*checks.kept(kept, head.target, options.shard.vocabulary))
-    return head._replace(options=replace(options, kept=sets))
+    sets = AllowedTokens(*checks.allowed_tokens(allowed_tokens, head.target, options.shard.vocabulary))
+    return head._replace(options=replace(options, allowed_tokens=sets))
 
 
 def policy_terms(old_log_prob: Tensor, advantage: Tensor, given: LossArguments, like: Tensor, name: str) -> PolicyTerms:

@@ -244,22 +244,25 @@ def _ascending(name: str, value: Tensor, end: int) -> Tensor:
     return values(name, value, good, "bounds ascending from 0 to {}", end)
 
 
-def kept(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+def allowed_tokens(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return (ids [M] int32, offsets [T + 1] int64), checked: different ids in a set, the token's target among them.
 
     ``target`` [T] is below 0 where a token is left out. On a GPU the last two are checks for EXGRPO_CHECK=1 alone: they
     would take a sort.
     """
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"kept: expected a pair (ids, offsets) or None, got {type(value).__name__}")
-    ids, offsets = tensor("kept[0]", value[0], (torch.int32,)), tensor("kept[1]", value[1], (torch.int64,))
+        raise TypeError(f"allowed_tokens: expected a pair (ids, offsets) or None, got {type(value).__name__}")
+    ids, offsets = (
+        tensor("allowed_tokens[0]", value[0], (torch.int32,)),
+        tensor("allowed_tokens[1]", value[1], (torch.int64,)),
+    )
     if ids.dim() != 1:
-        raise ValueError(f"kept[0]: expected shape [M], the ids of all tokens, got {list(ids.shape)}")
-    shape("kept[1]", offsets, (target.numel() + 1,))
-    device("kept[0]", ids, target, "target")
-    device("kept[1]", offsets, target, "target")
-    offsets = _ascending("kept[1]", offsets, ids.numel())
-    ids = values("kept[0]", ids, (ids >= 0) & (ids < vocabulary), "ids in [0, {})", vocabulary)
+        raise ValueError(f"allowed_tokens[0]: expected shape [M], the ids of all tokens, got {list(ids.shape)}")
+    shape("allowed_tokens[1]", offsets, (target.numel() + 1,))
+    device("allowed_tokens[0]", ids, target, "target")
+    device("allowed_tokens[1]", offsets, target, "target")
+    offsets = _ascending("allowed_tokens[1]", offsets, ids.numel())
+    ids = values("allowed_tokens[0]", ids, (ids >= 0) & (ids < vocabulary), "ids in [0, {})", vocabulary)
     if ids.is_cuda and os.environ.get("EXGRPO_CHECK", "0") == "0":
         return ids, offsets
     if _without_values(ids) or ids.numel() <= CHECKED_AT_ONCE:
@@ -273,8 +276,8 @@ def kept(value: object, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor
             for pairs, begin, end in zip(own, cuts[:-1], cuts[1:], strict=True)
         ]
         different, found = (torch.cat(flags) for flags in zip(*parts, strict=True))
-    ids = values("kept[0]", ids, different, "different ids in the set of each token")
-    values("target", target, found, "ids of the tokens' kept sets")
+    ids = values("allowed_tokens[0]", ids, different, "different ids in the set of each token")
+    values("target", target, found, "ids among their allowed tokens")
     return ids, offsets
 
 

@@ -94,7 +94,7 @@ class VocabShard:
         return joined.unbind()
 
 
-class Kept(NamedTuple):
+class AllowedTokens(NamedTuple):
     """The sets of vocabulary ids over which the tokens' softmaxes are."""
 
     ids: Tensor
@@ -109,7 +109,7 @@ class HeadArguments(NamedTuple):
     bias: Tensor | None
     temperature: float | Tensor
     softcap: float | None
-    kept: tuple[Tensor, Tensor] | None
+    allowed_tokens: tuple[Tensor, Tensor] | None
     ignore_index: int
 
 
@@ -140,7 +140,7 @@ class HeadOptions:
     """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
-    kept: Kept | None = None
+    allowed_tokens: AllowedTokens | None = None
     """None: each softmax is over the whole vocabulary."""
 
 
@@ -226,8 +226,8 @@ class LogProb(NamedTuple):
 
     Attributes:
         log_prob: log-probability of each target in nats, shaped like ``target``; 0 at ignored positions.
-        entropy: Shannon entropy of each token's distribution, over the whole vocabulary or its kept set, in nats, same
-            shape.
+        entropy: Shannon entropy of each token's distribution, over the whole vocabulary or its allowed tokens, in nats,
+            same shape.
     """
 
     log_prob: Tensor

@@ -22,7 +22,7 @@ def linear_log_prob(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> LogProb:
     """Return log-probabilities and entropies, as :func:`exgrpo.kernels.linear_log_prob` does."""
@@ -37,8 +37,8 @@ def linear_log_prob(
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).expand(target.shape).reshape(-1)[active].unsqueeze(-1)
     logits = logits / temperature
-    if kept is not None:
-        logits = logits.masked_fill(~_allowed(kept, weight.shape[0])[active], -torch.inf)
+    if allowed_tokens is not None:
+        logits = logits.masked_fill(~_allowed(allowed_tokens, weight.shape[0])[active], -torch.inf)
     log_probs = torch.log_softmax(logits, -1)
     probs = log_probs.exp()
     # p log p is 0 at p = 0, where log p may be -inf.
@@ -64,13 +64,13 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> PolicyLoss:
     """Return the loss from hidden states, as :func:`exgrpo.kernels.linear_policy_loss` does."""
     active = target != ignore_index if mask is None else (target != ignore_index) & mask
     target = target.masked_fill(~active, ignore_index)
-    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)
     log_prob, entropy = linear_log_prob(hidden, weight, target, **given._asdict())
     terms = LossArguments(replayed, clip, beta, entropy_coef, normalizer, active)
     return policy_loss(log_prob, old_log_prob, advantage, entropy=entropy, **terms._asdict())
@@ -149,11 +149,11 @@ def sequence_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    allowed_tokens: tuple[Tensor, Tensor] | None = None,
     ignore_index: int = IGNORED,
 ) -> Tensor:
     """Return mean entropies, as :func:`exgrpo.kernels.sequence_entropy` does."""
-    given = HeadArguments(bias, temperature, softcap, kept, ignore_index)
+    given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)
     with torch.no_grad():
         entropy = linear_log_prob(hidden, weight, target, **given._asdict()).entropy
     means = []
@@ -163,9 +163,9 @@ def sequence_entropy(
     return torch.stack(means) if means else entropy.new_zeros(0)
 
 
-def _allowed(kept: tuple[Tensor, Tensor], vocabulary: int) -> Tensor:
+def _allowed(allowed_tokens: tuple[Tensor, Tensor], vocabulary: int) -> Tensor:
     """Return the words over which each token's softmax is, bool [T, V]."""
-    ids, offsets = kept
+    ids, offsets = allowed_tokens
     sizes = offsets.diff()
     allowed = (sizes == 0).unsqueeze(1).repeat(1, vocabulary)
     allowed[torch.repeat_interleave(sizes), ids.long()] = True

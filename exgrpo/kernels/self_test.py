@@ -17,7 +17,7 @@ from torch import Tensor
 from exgrpo.kernels import inputs
 from exgrpo.kernels.chunks import walks
 from exgrpo.kernels.chunks.passes import Backend
-from exgrpo.kernels.inputs import Kept, Needed, PolicyTerms, PolicyTokens, compute_dtype
+from exgrpo.kernels.inputs import AllowedTokens, Needed, PolicyTerms, PolicyTokens, compute_dtype
 
 ENVIRONMENT = "EXGRPO_SELF_TEST"
 PLAIN = "torch"
@@ -108,9 +108,9 @@ def _outcomes(backend: Backend, exact: bool, device: torch.device, dtype: torch.
     for case, temperature, cap, sets, entropy in (
         ("", None, None, None, 0.0),
         (" (temperature, entropy)", heat, None, None, 0.05),
-        (" (softcap, sets, entropy)", None, 5.0, plain.options.kept, 0.05),
+        (" (softcap, sets, entropy)", None, 5.0, plain.options.allowed_tokens, 0.05),
     ):
-        head = plain._replace(options=replace(plain.options, temperature=temperature, softcap=cap, kept=sets))
+        head = plain._replace(options=replace(plain.options, temperature=temperature, softcap=cap, allowed_tokens=sets))
         (log_prob, spread), saved = walks.log_prob_forward(head, backend)
         parts = walks.log_prob_backward(head, saved, slope, slope.flip(0) if entropy else None, needed, backend)
         tokens = PolicyTokens(log_prob - ratios, slope, number % 3 == 0)
@@ -144,7 +144,7 @@ def _head(exact: bool, device: torch.device, dtype: torch.dtype) -> inputs.Head:
     target[::7] = inputs.LEFT_OUT
     operand = torch.float64 if exact else dtype
     hidden, weight, bias = (values.to(dtype).to(device, operand) for values in (hidden, weight, bias))
-    sets, shard = Kept(torch.cat(words).int().to(device), offsets), inputs.VocabShard.whole(VOCABULARY)
+    sets, shard = AllowedTokens(torch.cat(words).int().to(device), offsets), inputs.VocabShard.whole(VOCABULARY)
     return inputs.Head(
-        hidden, weight, bias, target.to(device), inputs.HeadOptions(None, None, operand, shard, kept=sets)
+        hidden, weight, bias, target.to(device), inputs.HeadOptions(None, None, operand, shard, allowed_tokens=sets)
     )

@@ -9,7 +9,7 @@ import numpy as np
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.seeds import derive_seed, generator
-from exgrpo.train.common.step_batch import BEHAVIOURS, Ints, StepBatch
+from exgrpo.train.common.step_batch import LOG_PROB_SOURCES, Ints, StepBatch
 from exgrpo.train.config.objective import SURROGATES, overlong_penalty
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import QuestionSet
@@ -149,20 +149,20 @@ class Trainer:
         with clock("score"):
             compared = self._compare(batch)
         minibatches = self._minibatches(batch)
-        taught = [one for one in minibatches if one.teaches]
+        with_signal = [one for one in minibatches if one.has_signal]
         with clock("score"):
-            scored = self.scorer.by_passes(batch, scored, admitted, taught)
-        correction = correct(batch, rows_of(taught), self.config.rollout)
+            scored = self.scorer.by_passes(batch, scored, admitted, with_signal)
+        correction = correct(batch, rows_of(with_signal), self.config.rollout)
         staleness, self._next = float(planned.produced is not None), self._begin_next(step + 1)
         with clock("update"):
-            updates = self._update(batch, taught, keep_scores=len(scored.by_update) > 0)
+            updates = self._update(batch, with_signal, keep_scores=len(scored.by_update) > 0)
         scored = self.scorer.by_update(batch, scored)
         if not self.stores_early:
             taken_in = self.replay.take_in(batch, step, admitted)
         self._push_weights(clock)
-        self.generated_tokens += int(batch.written[batch.fresh].sum())
+        self.generated_tokens += int(batch.num_tokens[batch.fresh].sum())
         experience = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, batch, step)}
-        work = self._work(batch, scored, compared, taught)
+        work = self._work(batch, scored, compared, with_signal)
         numbers = step_metrics(batch, self.questions, minibatches, updates, scored, clock.seconds, work)
         metrics = {"step": step, **numbers, **experience, **correction, "staleness": staleness, **self._counters()}
         notes = (taken_in.note, self.idle.observe(batch, minibatches), overflowed(updates))
@@ -182,14 +182,14 @@ class Trainer:
     def _graded(self, produced: Produced, step: int) -> StepBatch:
         batch, rollout = self.rollout_worker.join(produced), self.config.rollout
         penalty = [overlong_penalty(n, rollout.max_tokens, self.config.objective) for n in batch.length.tolist()]
-        of_rows = {"step": step, "behaviour": BEHAVIOURS.index(rollout.behaviour)}
+        of_rows = {"step": step, "old_log_probs_from": LOG_PROB_SOURCES.index(rollout.behaviour)}
         batch.fill(penalty=penalty, **{name: np.full(len(batch), value) for name, value in of_rows.items()})
         if rollout.behaviour == "engine":
             batch.fill(old_log_prob=batch.engine_log_prob)
         return batch
 
     def _weigh(self, batch: StepBatch) -> None:
-        """Fill advantages, the terms of replayed rows and `learnt`.
+        """Fill advantages, the terms of replayed rows and `loss_mask`.
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
@@ -197,7 +197,7 @@ class Trainer:
         fill_advantages(batch, objective)
         self.weigher(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
-        batch.fill(learnt=in_band & (batch.finished | (not objective.overlong_filter)))
+        batch.fill(loss_mask=in_band & (batch.finished | (not objective.overlong_filter)))
 
     def _compare(self, batch: StepBatch) -> Ints:
         """Fill the log-probs of the reference, if there is one; return the rows that are compared with it."""
@@ -206,7 +206,7 @@ class Trainer:
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         # At temperature 1 and over the whole vocabulary, however the answers were sampled.
-        return MeanScores.of(candidates, self._score(candidates.without("kept"), 1.0))
+        return MeanScores.of(candidates, self._score(candidates.without("allowed_tokens"), 1.0))
 
     def _score(self, batch: StepBatch, temperature: float) -> Score:
         self._read += together(batch)
@@ -239,7 +239,7 @@ class Trainer:
             for minibatch in build_minibatches(batch, count, self.batch_rng, objective, max_tokens, all_rows=all_rows)
         ]
 
-    def _update(self, batch: StepBatch, taught: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
+    def _update(self, batch: StepBatch, with_signal: Sequence[MiniBatch], *, keep_scores: bool) -> list[UpdateStats]:
         """Make one optimiser step for each mini-batch; with `keep_scores`, the first one scores its rows in the batch.
 
         Mini-batches without an advantage are left out: they have only an entropy bonus, of which AdamW would make a
@@ -249,7 +249,7 @@ class Trainer:
         replays = bool(batch.replayed[batch.rows_of(batch.trained)].any())
         clip = self.config.objective.clip_with_replay or term == "clipped" or not replays
         updates: list[UpdateStats] = []
-        for minibatch in taught:
+        for minibatch in with_signal:
             asked = keep_scores and not updates
             minibatch.refer_to(None if asked else batch, anchored=self.anchored)
             if self.needs.coupled:
@@ -271,12 +271,12 @@ class Trainer:
         with clock("push"):
             self.rollout_worker.engine.push_weights(self.policy.weights())
 
-    def _work(self, batch: StepBatch, scored: Scored, compared: Ints, taught: Sequence[MiniBatch]) -> Work:
+    def _work(self, batch: StepBatch, scored: Scored, compared: Ints, with_signal: Sequence[MiniBatch]) -> Work:
         return {
             "select": self._read,
             "generate": together(batch, np.flatnonzero(batch.fresh)),
             "score": [*scored.read, *together(batch, compared)],
-            "update": [reading for one in taught for reading in together(batch, one.rows)],
+            "update": [reading for one in with_signal for reading in together(batch, one.rows)],
         }
 
     def _counters(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ def batch_of(inputs: dict[str, Tensor], *, compared: bool) -> StepBatch:
     )
     batch.fill(
         trained=np.arange(batch.groups),
-        learnt=np.ones(len(batch), bool),
+        loss_mask=np.ones(len(batch), bool),
         advantage=inputs["advantages"],
         ratio_log_prob=inputs["old_per_token_logps"][answers],
     )

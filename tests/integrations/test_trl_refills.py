@@ -28,10 +28,10 @@ def test_the_first_groups_with_a_gradient_are_trained_on(tmp_path: Path, model: 
     for generation, log in enumerate(trainer.state.log_history[:3]):
         groups, rows = trainer.history[generation], trainer.rows(generation)
         assert len({group.question for group in groups}) == len(groups)
-        teaching = [group for group in groups if group.differs][:B]
-        assert sorted(row.answer for row in rows) == sorted(answers(teaching))
-        mean = {group.question: group.mean for group in teaching}
-        worth = {one: reward for group in teaching for one, reward in zip(group.answers, group.rewards, strict=True)}
+        with_signal = [group for group in groups if group.differs][:B]
+        assert sorted(row.answer for row in rows) == sorted(answers(with_signal))
+        mean = {group.question: group.mean for group in with_signal}
+        worth = {one: reward for group in with_signal for one, reward in zip(group.answers, group.rewards, strict=True)}
         for row in rows:
             assert row.advantage == pytest.approx(worth[row.answer] - mean[row.answer[0]], abs=1e-6)
             np.testing.assert_array_equal(np.float32(row.old), trainer.log_probs[row.answer])

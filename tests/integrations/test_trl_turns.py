@@ -183,7 +183,7 @@ def test_answers_with_an_environment_are_stored_and_replayed_beside_fresh_ones(t
                 prompt = inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()].tolist()
                 assert prompt in trainer.prompts.ids.values()
                 assert trainer._tokenizer.decode(prompt).endswith(" Look.<|assistant|>"), "the environment's word"
-                ids, own = (inputs[name][i, :length].tolist() for name in ("completion_ids", "own"))
+                ids, own = (inputs[name][i, :length].tolist() for name in ("completion_ids", "response_mask"))
                 if ids[: len(call)] == call:
                     reply = np.flatnonzero(np.array(own) == 0)
                     assert reply[0] == len(call)

@@ -184,15 +184,17 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
             mask = ~graded["replayed"] & (first <= graded["group"]) & (graded["group"] < end)
             masks = {"token": np.repeat(mask, graded["length"]), "old_log_prob": np.repeat(mask, graded["length"])}
             columns = {name: graded[name][masks.get(name, mask)] for name in OF_FRESH}
-            nothing = dict.fromkeys(("replayed", "replays", "behaviour", "penalty"), np.zeros(mask.sum()))
+            nothing = dict.fromkeys(("replayed", "replays", "old_log_probs_from", "penalty"), np.zeros(mask.sum()))
             group, own = graded["group"][mask] - first, np.ones(len(columns["token"]))
             length, steps = columns.pop("length"), np.full(mask.sum(), step)
-            return StepBatch(graded["question"][first:end], group, length, **columns, **nothing, own=own, step=steps)
+            return StepBatch(
+                graded["question"][first:end], group, length, **columns, **nothing, response_mask=own, step=steps
+            )
 
         planned = replay.plan(questions, step)
         batch = fresh(0, len(planned)).beside(replay.select(planned, lambda candidates: pytest.fail("nothing scores")))
         for _ in range(options.rollout.refills):
-            missing = questions - int(batch.teaches.sum())
+            missing = questions - int(batch.has_signal.sum())
             more = replay.more(missing, step, batch.question.tolist()) if missing > 0 else []
             if more:
                 batch = batch.behind(fresh(len(planned), len(planned) + len(more)))
@@ -200,8 +202,8 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
         assert numbers_of(planned, replay.memory.table.rows()) == of_step["plan"]
         replay.take_in(batch, step)
         among = np.arange(batch.groups)
-        if options.rollout.refills and batch.teaches.any():
-            among = np.flatnonzero(batch.teaches)[:questions]
+        if options.rollout.refills and batch.has_signal.any():
+            among = np.flatnonzero(batch.has_signal)[:questions]
         batch = replay.settle(batch, questions, step, among=among)
         for name in ("trained", "question", "group", "replayed", "reward", "key", "token"):
             np.testing.assert_array_equal(getattr(batch, name), graded[name], err_msg=f"{name} of step {step}")

@@ -100,11 +100,11 @@ class Case:
 
 
 def make_case(
-    tokens, width, vocabulary, dtype, device, *, bias=False, ignored=True, spread=3.0, kept=None, **options
+    tokens, width, vocabulary, dtype, device, *, bias=False, ignored=True, spread=3.0, allowed_tokens=None, **options
 ) -> Case:
     """Logits like a language model's: a few nats wide, with the target mostly among the likely words.
 
-    Every seventh target is ignored. ``tokens`` may be a shape; ``kept`` has the sizes of kept sets, see `draw`.
+    Every seventh target is ignored. ``tokens`` may be a shape; ``allowed_tokens``: sizes of the sets, see `draw`.
     """
     shape = (tokens,) if isinstance(tokens, int) else tokens
     weight = torch.randn(vocabulary, width, dtype=torch.float64) / width**0.5
@@ -121,8 +121,8 @@ def make_case(
             setattr(case, name, value.detach().to(device).requires_grad_())
     case.target = target.to(device)
     case.options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
-    if kept is not None:
-        case.options["kept"] = draw(case, kept)
+    if allowed_tokens is not None:
+        case.options["allowed_tokens"] = draw(case, allowed_tokens)
     return case
 
 

@@ -21,13 +21,13 @@ from exgrpo.kernels import (
     self_test,
 )
 from exgrpo.kernels.chunks.softmax import PolicyRows
-from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses
+from exgrpo.kernels.torch_chunks.torch_allowed import AllowedPasses
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 from tests.gloo import on_ranks
 
 CPU = torch.device("cpu")
 TORCH = dispatch.load("torch")
-FUNCTIONS = ("KEPT_PART", "passes_of", "kept_passes_of", "masked_passes_of", "token_objective", "centre_groups")
+FUNCTIONS = ("ALLOWED_PART", "passes_of", "allowed_passes_of", "masked_passes_of", "token_objective", "centre_groups")
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +105,7 @@ def scaled_wrongly(bad):
 PLACES = {
     "log_prob": lambda bad: passes_with(finished=log_prob_of(bad)),
     "gradient": lambda bad: passes_with(chunk_gradient=values_of(bad)),
-    "gradient over sets": lambda bad: passes_with(KeptPasses, "kept_passes_of", chunk_gradient=values_of(bad)),
+    "gradient over sets": lambda bad: passes_with(AllowedPasses, "allowed_passes_of", chunk_gradient=values_of(bad)),
     "ratio": lambda bad: passes_with(policy=ratio_of(bad)),
     "tokens": lambda bad: {
         "token_objective": lambda *a: (found := TORCH.token_objective(*a))._replace(coefficient=bad(found.coefficient))

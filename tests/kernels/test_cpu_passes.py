@@ -26,7 +26,7 @@ SHARED = [
     "test_cpu_passes.py",
     "test_threads.py",
     "test_extremes.py",
-    "test_kept.py",
+    "test_allowed_tokens.py",
     "test_linear_log_prob.py",
     "test_linear_policy_loss.py",
     "test_policy_loss.py",

@@ -133,7 +133,7 @@ def test_a_call_allocates_what_it_may(backend, operation, dtype, options, tokens
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_call_over_kept_sets_allocates_what_it_may(backend, operation, dtype, tokens):
-    case = make_case(tokens, 16, 1000, dtype, DEVICE, bias=True, ignored=False, kept=(2, 1, 3))
+    case = make_case(tokens, 16, 1000, dtype, DEVICE, bias=True, ignored=False, allowed_tokens=(2, 1, 3))
     case.options["backend"] = backend
     memory = case.options["memory"] = 2 * least_of(case)
     assert peak_of(case, OPERATIONS[operation]) <= memory + outside(case)

@@ -17,17 +17,17 @@ from .support import long_interpreted, make_case, make_tokens
 
 HEADS = {
     "plain": {},
-    "kept": {"kept": (3, 0, 1, 12)},
+    "allowed_tokens": {"allowed_tokens": (3, 0, 1, 12)},
     "everything": {"bias": True, "softcap": 5.0, "temperature": torch.linspace(0.5, 2, 20, dtype=torch.float64)},
 }
 
 
 def flat(case):
     options = {"temperature": 1.0, "softcap": None, **case.options}
-    kept = options.pop("kept", None)
-    given = HeadArguments(case.bias, **options, kept=kept, ignore_index=-100)
+    allowed_tokens = options.pop("allowed_tokens", None)
+    given = HeadArguments(case.bias, **options, allowed_tokens=allowed_tokens, ignore_index=-100)
     head = arguments.head(case.hidden, case.weight, case.target, given, None, None, None)
-    return flat_head(arguments.keep(head, kept))
+    return flat_head(arguments.keep(head, allowed_tokens))
 
 
 @long_interpreted

@@ -18,7 +18,7 @@ MANY = (33_001, 2, 3)
 """Of so many tokens torch makes a sum of one part for each thread, on any processor."""
 OPTIONS = {
     "shaped": {"temperature": torch.linspace(0.5, 2, 301, dtype=torch.float64), "softcap": 5.0},
-    "kept": {"kept": (1, 0, 2, 211, 9, 1, 40, 17, 3)},
+    "allowed_tokens": {"allowed_tokens": (1, 0, 2, 211, 9, 1, 40, 17, 3)},
 }
 CASES = [*((shape, "plain") for shape in (*SHAPES, MANY)), *(((301, 40, 211), name) for name in OPTIONS)]
 SUMS = {"sum", "mean", "var", "std", "cumsum", "linalg_vector_norm", "mv", "addmv", "dot", "index_add", "scatter_add"}
@@ -48,7 +48,7 @@ class SumsOfTorch(InsideMode):
 def name(request, monkeypatch):
     """A backend; that of functions without a head, too."""
     monkeypatch.setenv("EXGRPO_BACKEND", request.param)
-    monkeypatch.setattr(dispatch.load(request.param), "KEPT_PART", 16)
+    monkeypatch.setattr(dispatch.load(request.param), "ALLOWED_PART", 16)
     return request.param
 
 

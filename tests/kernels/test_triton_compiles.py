@@ -13,7 +13,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.triton_chunks import launch as launching
-from exgrpo.kernels.triton_chunks import token_kernels, triton_kept, triton_tokens
+from exgrpo.kernels.triton_chunks import token_kernels, triton_allowed, triton_tokens
+from exgrpo.kernels.triton_chunks.allowed_kernels import (
+    allowed_gradient_kernel,
+    allowed_sums_kernel,
+    pair_logits_kernel,
+    pairs_kernel,
+    segment_kernel,
+)
 from exgrpo.kernels.triton_chunks.fused_kernels import (
     anchor_kernel,
     exponentials_kernel,
@@ -23,13 +30,6 @@ from exgrpo.kernels.triton_chunks.fused_kernels import (
     target_logit_kernel,
 )
 from exgrpo.kernels.triton_chunks.fused_product import LISTED, MERGED, half_tile, traits
-from exgrpo.kernels.triton_chunks.kept_kernels import (
-    kept_gradient_kernel,
-    kept_sums_kernel,
-    pair_logits_kernel,
-    pairs_kernel,
-    segment_kernel,
-)
 from exgrpo.kernels.triton_chunks.row_kernels import gradient_kernel, listed_largest_kernel, statistics_kernel
 
 from .compiling import SHARED_LIMIT, TARGETS, architectures, assert_runs_well, compile_kernel, name
@@ -225,15 +225,15 @@ def test_the_kernels_over_the_sums_of_tiles(architecture, kernel, constants):
     assert_runs_well(compile_kernel(architecture, kernel, types, constants, unaligned=tuple(numbers)))
 
 
-# Kept sets: hidden states and weight, numbers, bias, and the switches.
+# Sets of allowed tokens: hidden states and weight, numbers, bias, and the switches.
 KEPT = [
     (pairs_kernel, None, "i32", None, {}),
     (pair_logits_kernel, "bf16", "fp32", None, {"HAS_SOFTCAP": False}),
     (pair_logits_kernel, "fp16", "fp32", "bf16", {"HAS_SOFTCAP": True}),
     (pair_logits_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": True}),
-    (kept_sums_kernel, None, "fp64", None, {"GIVEN": True}),
-    (kept_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
-    (kept_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
+    (allowed_sums_kernel, None, "fp64", None, {"GIVEN": True}),
+    (allowed_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
+    (allowed_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
     (segment_kernel, "bf16", "fp32", "bf16", {"ADD": False}),
     (segment_kernel, "bf16", "fp32", "fp32", {"ADD": True}),
     (segment_kernel, "fp64", "fp64", "fp64", {"ADD": True}),
@@ -249,12 +249,17 @@ def test_kernels_of_kept_sets_do_not_spill(architecture, kernel, operand, number
     dtypes |= dict.fromkeys(("starts", "bounds", "target", "begins", "ends", "places"), "i64")
     lengths = ("first", "vocabulary", "pairs", "width", "hidden_stride", "weight_stride", "matrix_stride", "out_stride")
     types = {x: "i32" if x in lengths else "*" + (dtypes.get(x) or numbers) for x in kernel.arg_names}
-    constants = {**switches, "PAIRS": triton_kept.PAIRS, "DEPTH": triton_kept.DEPTH, "BLOCK": triton_kept.BLOCK}
+    constants = {
+        **switches,
+        "PAIRS": triton_allowed.PAIRS,
+        "DEPTH": triton_allowed.DEPTH,
+        "BLOCK": triton_allowed.BLOCK,
+    }
     if kernel is pair_logits_kernel:
         constants["HAS_BIAS"] = other is not None
     if kernel is segment_kernel:
         torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[operand]
-        constants["OPERAND"] = triton_kept.DTYPES[torch_dtype]
+        constants["OPERAND"] = triton_allowed.DTYPES[torch_dtype]
     constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
     machine = compile_kernel(architecture, kernel, types, constants, unaligned=("pairs", "first"), num_warps=4)
     assert_runs_well(machine)

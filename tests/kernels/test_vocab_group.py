@@ -17,7 +17,7 @@ PAIRS = [[[1, 100], [60, 41]][: 1 if INTERPRETING else 2], [[0, 101]]]
 LENGTH = 8 if INTERPRETING else 16
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2.0**-7}
 """Of gradients, which have the dtype of their leaf; by the norm of the whole one."""
-OPTIONS = [{}, {"temperature": 0.7, "softcap": 5.0}, {"kept": (1, 6, 0, 30, 3)}]
+OPTIONS = [{}, {"temperature": 0.7, "softcap": 5.0}, {"allowed_tokens": (1, 6, 0, 30, 3)}]
 
 
 def check_split(rank, sizes, group, backend, options, dtype):
@@ -70,15 +70,15 @@ def check_split(rank, sizes, group, backend, options, dtype):
         broken[word, 0] = torch.nan
     assert linear_log_prob(hidden, broken, case.target, **where).log_prob[2, 1].isnan()
 
-    for more in (where, exact_where) if "kept" in options else ():
-        ids, offsets = case.options["kept"]
-        more["kept"] = ids[: offsets[LENGTH]], offsets[: LENGTH + 1]
+    for more in (where, exact_where) if "allowed_tokens" in options else ():
+        ids, offsets = case.options["allowed_tokens"]
+        more["allowed_tokens"] = ids[: offsets[LENGTH]], offsets[: LENGTH + 1]
     packed, bounds = slice(0, 1), torch.tensor([0, 4, LENGTH])
     found = sequence_entropy(hidden[packed].squeeze(0), weight, case.target[0], bounds, **where)
     exact = reference.sequence_entropy(whole.hidden[0], whole.weight, case.target[0], bounds, **exact_where)
     compare([found], [exact])
 
-    where.pop("kept", None)
+    where.pop("allowed_tokens", None)
     case.target[0, 3] = sum(sizes)
     with pytest.raises(ValueError, match=rf"\[0, {sum(sizes)}\).*the first is {sum(sizes)} at position 3"):
         linear_log_prob(hidden, weight, case.target, **where)

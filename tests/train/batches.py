@@ -8,27 +8,27 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.columns import columns_of
-from exgrpo.train.common.records import KeptSets, Rollout
+from exgrpo.train.common.records import AllowedTokens, Rollout
 from exgrpo.train.common.step_batch import TRAINER, StepBatch
 
 
 @dataclass(frozen=True)
 class Row:
-    """An answer; log-probs and `own` as one number for all tokens, or one for each."""
+    """An answer; log-probs and `response_mask` as one number for all tokens, or one for each."""
 
     reward: float = 0.0
     response: Sequence[int] = (1, 2)
     log_prob: Any = -0.5
     replayed: bool = False
     finished: bool = True
-    own: Any = True
+    response_mask: Any = True
     key: int = 0
     step: int = 1
     penalty: float = 0.0
-    behaviour: int = TRAINER
+    old_log_probs_from: int = TRAINER
     stored_advantage: float = np.nan
     replays: int = 0
-    kept: Sequence[Sequence[int]] | None = None
+    allowed_tokens: Sequence[Sequence[int]] | None = None
 
 
 def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> StepBatch:
@@ -38,13 +38,13 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
         Rollout(
             np.array(row.response, np.int32),
             row.finished,
-            written=np.broadcast_to(np.asarray(row.own, bool), len(row.response)),
-            kept=None if row.kept is None else KeptSets.of(row.kept),
+            response_mask=np.broadcast_to(np.asarray(row.response_mask, bool), len(row.response)),
+            allowed_tokens=None if row.allowed_tokens is None else AllowedTokens.of(row.allowed_tokens),
         )
         for row in rows
     ]
     batch = StepBatch.of_rollouts([question for question, _ in groups], [len(of) for _, of in groups], rollouts)
-    names = ("reward", "replayed", "key", "step", "penalty", "behaviour", "stored_advantage", "replays")
+    names = ("reward", "replayed", "key", "step", "penalty", "old_log_probs_from", "stored_advantage", "replays")
     of_tokens = [np.broadcast_to(np.asarray(row.log_prob, np.float32), len(row.response)) for row in rows]
     batch.fill(
         prompt=[np.array([question, question + 1], np.int32) for question, _ in groups],
@@ -70,10 +70,10 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
 
 
 def sets(tokens: Sequence[int]) -> list[list[int]]:
-    """Return sets of words that tokens were drawn from: none, which means all, one or two."""
+    """Return sets of ids that tokens were drawn from: none, which means all, one or two."""
     return [list(range(token, token + token % 3)) for token in map(int, tokens)]
 
 
-def lists(kept: KeptSets | None) -> list[list[int]] | None:
-    """The words of each token."""
-    return None if kept is None else [words.tolist() for words in kept.lists()]
+def lists(allowed_tokens: AllowedTokens | None) -> list[list[int]] | None:
+    """Return the ids allowed for each token."""
+    return None if allowed_tokens is None else [ids.tolist() for ids in allowed_tokens.lists()]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exgrpo.train.common.functions import Term
-from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout, Score, TokenIds
+from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout, Score, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.batch import MiniBatch
@@ -66,8 +66,10 @@ class ScriptedEngine:
                 noise = rng.integers(10, 90, rng.integers(1, 5))
                 ids = np.array([question + 100, RIGHT if i < right else 8, *noise, EOS], np.int32)
                 log_prob = engine_log_prob(ids) if request.sampling.log_prob else None
-                kept = KeptSets.of(sets(ids)) if request.sampling.kept else None
-                answers.append(Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob, kept=kept)))
+                allowed_tokens = AllowedTokens.of(sets(ids)) if request.sampling.allowed_tokens else None
+                answers.append(
+                    Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob, allowed_tokens=allowed_tokens))
+                )
         yield from reversed(answers)  # no engine finishes them in order
 
     def counts(self) -> EngineCounts:

@@ -64,19 +64,19 @@ def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
 
 
 @pytest.mark.parametrize("behaviour", ["trainer", "engine"])
-def test_words_that_an_engine_kept_go_with_the_answer_to_every_score_but_that_of_the_selection(behaviour):
+def test_allowed_tokens_go_with_the_answer_to_every_score_but_that_of_the_selection(behaviour):
     trainer = make(half(20), rollout={"top_p": 0.9, "temperature": 0.5, "behaviour": behaviour})
     trainer.step(1)
     stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
     assert stored
-    assert all(lists(t.kept) == sets(t.response) for t in stored)
+    assert all(lists(t.allowed_tokens) == sets(t.response) for t in stored)
     trainer.policy.updates.clear()
     trainer.policy.scored.clear()
     trainer.step(2)
     rows = updated(trainer)
     assert sum(row.replayed for row in rows) == 3
-    assert all(lists(row.kept) == sets(row.token) for row in rows)
-    scored = [(batch.has("kept"), temperature) for batch, temperature in trainer.policy.scored]
+    assert all(lists(row.allowed_tokens) == sets(row.token) for row in rows)
+    scored = [(batch.has("allowed_tokens"), temperature) for batch, temperature in trainer.policy.scored]
     assert set(scored) == {(False, 1.0), (True, 0.5)}
     assert sum(not kept for kept, _ in scored) == 1
 
@@ -88,7 +88,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
     assert stored
     for trajectory in stored:
-        assert trajectory.behaviour == "engine"
+        assert trajectory.old_log_probs_from == "engine"
         np.testing.assert_array_equal(trajectory.log_prob, engine_log_prob(trajectory.response))
     version = trainer.policy.version
     trainer.policy.updates.clear()
@@ -113,7 +113,7 @@ def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says()
     trainer = make(half(20), free_log_prob=True)
     metrics = trainer.step(1).metrics
     for trajectory in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
-        assert trajectory.behaviour == "trainer"
+        assert trajectory.old_log_probs_from == "trainer"
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
     assert not any(minibatch.batch.has("factor") for minibatch, _ in trainer.policy.updates)
     assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"] <= 0.3 + 1e-6

@@ -81,7 +81,12 @@ def rollouts(
 
 
 def row(
-    rng: np.random.Generator, reward: float, *, replayed: bool = False, observing: bool = False, kept: bool = False
+    rng: np.random.Generator,
+    reward: float,
+    *,
+    replayed: bool = False,
+    observing: bool = False,
+    allowed_tokens: bool = False,
 ) -> Row:
     length = int(rng.integers(1, 24))
     response = rng.integers(2, VOCABULARY, length)
@@ -92,12 +97,14 @@ def row(
         own = rng.random(length) < 0.6
         own[rng.integers(length)] = True
     sets = None
-    if kept:  # of 1 to 20 words, or of all
+    if allowed_tokens:  # of 1 to 20 words, or of all
         sizes = rng.choice([0, 1, 2, 5, 20], length)
         words = [[token, *rng.permutation(np.setdiff1d(np.arange(VOCABULARY), token))] for token in response]
         sets = [of_token[:size] for of_token, size in zip(words, sizes * own, strict=True)]
         log_prob *= np.log1p(np.where(sizes, sizes - 1, VOCABULARY)) / 4.5
-    return Row(reward, response, np.where(own, log_prob, np.float32(0)), replayed, own=own, kept=sets)
+    return Row(
+        reward, response, np.where(own, log_prob, np.float32(0)), replayed, response_mask=own, allowed_tokens=sets
+    )
 
 
 def step_batch(**of_rows: bool) -> StepBatch:
@@ -109,7 +116,7 @@ def step_batch(**of_rows: bool) -> StepBatch:
         fresh = [row(rng, reward, **of_rows) for reward in of_group]
         replayed = [row(rng, 1.0, replayed=True, **of_rows) for _ in range(4 - len(fresh))]
         groups.append((question, fresh + replayed))
-    batch = make_batch(groups, learnt=np.ones(28, bool))
+    batch = make_batch(groups, loss_mask=np.ones(28, bool))
     batch.fill(prompt=[prompt(question) for question in batch.question])
     return batch
 

@@ -62,13 +62,13 @@ class Backend(Protocol):
     def passes_of(self, head: ChunkedHead) -> Passes:
         """Make the passes over the logits of a head."""
 
-    def kept_passes_of(self, head: ChunkedHead) -> Passes:
-        """Make the passes over the logits of kept sets alone, where the tokens that take part have one."""
+    def allowed_passes_of(self, head: ChunkedHead) -> Passes:
+        """Make the passes over the logits of allowed tokens alone, where the tokens that take part have one."""
 
     def masked_passes_of(self, head: ChunkedHead) -> Passes:
-        """Make the passes over all logits of tokens with kept sets, which take those beside the sets out."""
+        """Make the passes over all logits of tokens with allowed tokens, which take those beside the sets out."""
 
-    KEPT_PART: int
+    ALLOWED_PART: int
     """Sets of more than one part of so many of the vocabulary are for `masked_passes_of`."""
 
     def token_objective(self, scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:

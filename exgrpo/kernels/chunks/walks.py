@@ -41,22 +41,22 @@ class Part(NamedTuple):
 def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
     """Split the tokens of a call by how they are computed; ``active`` [T] bool have a gradient, None: all.
 
-    Where a kept set is a small part of the vocabulary, a product for each pair of a token and a word of its set is all
-    there is. Where it is a large part, or where there is none, a product of matrices is faster.
+    Where a set of allowed tokens is a small part of the vocabulary, only pairs of a token and an id of its
+    set are multiplied. Where it is a large part, or where there is none, a product of matrices is faster.
     """
     options = head.options
-    if options.kept is None:
+    if options.allowed_tokens is None:
         return [Part(ChunkedHead(head, active), backend.passes_of)]
-    sizes = options.kept.offsets.diff()
+    sizes = options.allowed_tokens.offsets.diff()
     taking = head.target != LEFT_OUT
     if options.counts is not None:
         order_of(taking, active, options.counts)  # which checks them
-    whole, large = taking & (sizes == 0), taking & (sizes > max(1, options.shard.vocabulary // backend.KEPT_PART))
+    whole, large = taking & (sizes == 0), taking & (sizes > max(1, options.shard.vocabulary // backend.ALLOWED_PART))
     of_whole, of_large, count = torch.stack((whole.sum(), large.sum(), taking.sum())).tolist()
     options = replace(options, counts=None)
     found = [
-        (count - of_whole - of_large, None, options, backend.kept_passes_of),
-        (of_whole, whole, replace(options, kept=None), backend.passes_of),
+        (count - of_whole - of_large, None, options, backend.allowed_passes_of),
+        (of_whole, whole, replace(options, allowed_tokens=None), backend.passes_of),
         (of_large, large, options, backend.masked_passes_of),
     ]
     parts = []
@@ -67,7 +67,9 @@ def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
                 target = target.masked_fill(whole | large if where is None else ~where, LEFT_OUT)
             parts.append(Part(ChunkedHead(head._replace(target=target, options=own), active), passes_of))
     if not parts:
-        return [Part(ChunkedHead(head._replace(options=replace(options, kept=None)), active), backend.passes_of)]
+        return [
+            Part(ChunkedHead(head._replace(options=replace(options, allowed_tokens=None)), active), backend.passes_of)
+        ]
     return parts
 
 

@@ -1,15 +1,15 @@
 """Backend for CPUs: chunks of tokens, library products, and compiled kernels for everything between them."""
 
 from exgrpo.kernels.cpu_chunks.cpu_fused import passes_of
-from exgrpo.kernels.cpu_chunks.cpu_passes import KEPT_PART, kept_passes_of
+from exgrpo.kernels.cpu_chunks.cpu_passes import ALLOWED_PART, allowed_passes_of
 from exgrpo.kernels.cpu_chunks.cpu_tokens import centre_groups, segment_mean, token_objective
 from exgrpo.kernels.objective import scale
-from exgrpo.kernels.torch_chunks.torch_kept import MaskedPasses as masked_passes_of
+from exgrpo.kernels.torch_chunks.torch_allowed import MaskedPasses as masked_passes_of
 
 __all__ = [
-    "KEPT_PART",
+    "ALLOWED_PART",
+    "allowed_passes_of",
     "centre_groups",
-    "kept_passes_of",
     "masked_passes_of",
     "passes_of",
     "scale",

@@ -12,7 +12,7 @@ from exgrpo.kernels.chunks.products import MatrixGradient, Products
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
 from exgrpo.kernels.cpu_chunks import cpu_tokens
 from exgrpo.kernels.extension import OPERATORS
-from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, Sets, reduced, sets_of
+from exgrpo.kernels.torch_chunks.torch_allowed import AllowedPasses, Sets, reduced, sets_of
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 
@@ -79,17 +79,17 @@ class CpuPasses(TorchPasses):
         return None if bias is None else bias.to(self.head.dtype).contiguous(), self.head.options.softcap
 
 
-KEPT_PART = 16
+ALLOWED_PART = 16
 """On a 2-core CPU, width 256 and 896, bf16 and fp32: from a 10th to an 18th of the words on, all logits are faster."""
 
 
-def kept_passes_of(head: ChunkedHead) -> KeptPasses:
-    """Return the passes over kept sets: compiled where the weight is stored as it is multiplied."""
+def allowed_passes_of(head: ChunkedHead) -> AllowedPasses:
+    """Return the passes over allowed tokens: compiled where the weight is stored as it is multiplied."""
     compiled = head.head.weight.dtype == head.options.operand != torch.float16
-    return CpuKeptPasses(head) if compiled else KeptPasses(head)
+    return CpuAllowedPasses(head) if compiled else AllowedPasses(head)
 
 
-class CpuKeptPasses(KeptPasses):
+class CpuAllowedPasses(AllowedPasses):
     """Compiled passes over pairs: the kernels read the rows where they are."""
 
     formulas = cpu_tokens
@@ -102,7 +102,9 @@ class CpuKeptPasses(KeptPasses):
         self.written_once = self.operand
         bias = head.head.bias
         self.bias = None if bias is None else bias.to(self.compute).contiguous()
-        self.ids = torch.empty(0) if head.options.kept is None else head.options.kept.ids.contiguous()
+        self.ids = (
+            torch.empty(0) if head.options.allowed_tokens is None else head.options.allowed_tokens.ids.contiguous()
+        )
 
     def scratch(self) -> tuple[int, ...]:
         return ()
@@ -157,7 +159,7 @@ class CpuKeptPasses(KeptPasses):
 class CpuPairGradient(NamedTuple):
     """A `products.LogitGradient` whose F are the numbers of pairs."""
 
-    passes: CpuKeptPasses
+    passes: CpuAllowedPasses
     sets: Sets
     values: Tensor
 

@@ -16,7 +16,7 @@ SCHEMA = Schema(f"{HEAD}, str backend, Tensor? weight_grad", "(Tensor, Tensor, T
 BACKWARD = Schema(
     f"{HEAD}, str backend, Tensor saved, Tensor? grad_log_prob, Tensor? grad_entropy, bool[] needed", "Tensor[]"
 )
-SAVED = ("hidden", "weight", "bias", "target", "temperature", "kept_ids", "kept_offsets", "traced")
+SAVED = ("hidden", "weight", "bias", "target", "temperature", "allowed_ids", "allowed_offsets", "traced")
 """The tensors of a call. The weight is saved as it is: a sharding engine may gather it anew for the backward."""
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import Head, HeadOptions, Kept, PolicyTerms, PolicyTokens, Surrogate, VocabShard
+from exgrpo.kernels.inputs import AllowedTokens, Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate, VocabShard
 
 WAITS = (torch.Tag.cudagraph_unsafe,)
 """Of an operator whose host waits for the device: `torch.compile` keeps it out of its CUDA graphs."""
 
 HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature, float? softcap, "
-    "ScalarType operand, SymInt[] shard, str group, SymInt? memory, SymInt[]? counts, Tensor? kept_ids, "
-    "Tensor? kept_offsets"
+    "ScalarType operand, SymInt[] shard, str group, SymInt? memory, SymInt[]? counts, Tensor? allowed_ids, "
+    "Tensor? allowed_offsets"
 )
 """The arguments of a head: see `flat_head`."""
 TOKENS = "Tensor old_log_prob, Tensor advantage, Tensor? replayed"
@@ -85,7 +85,7 @@ def flat_head(head: Head) -> tuple[Any, ...]:
     tensors = (head.hidden, head.weight, head.bias, head.target, options.temperature)
     counts = None if options.counts is None else list(options.counts)
     numbers = (options.softcap, options.operand, sizes, shard.group_name, options.memory, counts)
-    return (*tensors, *numbers, *(options.kept or (None, None)))
+    return (*tensors, *numbers, *(options.allowed_tokens or (None, None)))
 
 
 def head_of(given: Mapping[str, Any]) -> Head:
@@ -93,9 +93,11 @@ def head_of(given: Mapping[str, Any]) -> Head:
     size, offset, vocabulary, largest = given["shard"]
     shard = VocabShard(size, offset, vocabulary, largest, given["group"])
     counts = None if given["counts"] is None else (given["counts"][0], given["counts"][1])
-    kept = None if given["kept_ids"] is None else Kept(given["kept_ids"], given["kept_offsets"])
+    allowed_tokens = (
+        None if given["allowed_ids"] is None else AllowedTokens(given["allowed_ids"], given["allowed_offsets"])
+    )
     softcap, operand, memory = given["softcap"], given["operand"], given["memory"]
-    options = HeadOptions(given["temperature"], softcap, operand, shard, memory, counts, kept)
+    options = HeadOptions(given["temperature"], softcap, operand, shard, memory, counts, allowed_tokens)
     return Head(given["hidden"], given["weight"], given["bias"], given["target"], options)
 
 

@@ -1,10 +1,10 @@
 """Backend for GPUs: chunks of tokens, library products, and Triton kernels for everything between them."""
 
 from exgrpo.kernels.chunks.head import ChunkedHead
-from exgrpo.kernels.torch_chunks.torch_kept import MaskedPasses as masked_passes_of
+from exgrpo.kernels.torch_chunks.torch_allowed import MaskedPasses as masked_passes_of
+from exgrpo.kernels.triton_chunks.triton_allowed import ALLOWED_PART
+from exgrpo.kernels.triton_chunks.triton_allowed import TritonAllowedPasses as allowed_passes_of
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
-from exgrpo.kernels.triton_chunks.triton_kept import KEPT_PART
-from exgrpo.kernels.triton_chunks.triton_kept import TritonKeptPasses as kept_passes_of
 from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
 from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, scale, segment_mean, token_objective
 
@@ -16,9 +16,9 @@ def passes_of(head: ChunkedHead) -> TritonPasses:
 
 
 __all__ = [
-    "KEPT_PART",
+    "ALLOWED_PART",
+    "allowed_passes_of",
     "centre_groups",
-    "kept_passes_of",
     "masked_passes_of",
     "passes_of",
     "scale",

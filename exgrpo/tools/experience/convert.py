@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from exgrpo.tools.experience.export import ROWS, kinds, new_folder, write, write_card
 from exgrpo.tools.experience.sources import load_tokenizer
+from exgrpo.train.common.columns import renamed
 from exgrpo.train.common.errors import ConfigError, DataError, shown
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.data.files import local_files
@@ -88,7 +89,7 @@ class Import:
             if self.decode is None:
                 raise DataError("has response_ids and no response: --tokenizer must name the model that wrote it")
             assert trace.response_ids is not None
-            rollout = Rollout(trace.response_ids, trace.finished, written=trace.written)
+            rollout = Rollout(trace.response_ids, trace.finished, response_mask=trace.response_mask)
             row = {**row, "response": text_of(rollout, self.decode, ())}
         try:
             pa.RecordBatch.from_pylist([row], pa.schema(kinds()))
@@ -158,7 +159,8 @@ def answers_of(row: Any, columns: Mapping[str, str]) -> Iterator[Row]:
     """
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {type(row).__name__}")
-    cells: Row = {name: cell(row, columns[name]) if name in columns else row.get(name) for name in kinds()}
+    present = renamed(row)
+    cells: Row = {name: cell(row, columns[name]) if name in columns else present.get(name) for name in kinds()}
     if "question" not in columns and cells["question"] is None:
         cells["question"] = row.get("problem")
     cells |= {"question": _question(cells["question"]), "answer": _gold(cells["answer"])}

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from exgrpo.tools.experience.sources import RunExperience, open_run
 from exgrpo.train.common.columns import Column
 from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
-from exgrpo.train.common.records import KeptSets
+from exgrpo.train.common.records import AllowedTokens
 from exgrpo.train.config.hub import installed
 from exgrpo.train.run.traces import TEXTS, trace_columns
 
@@ -31,9 +31,9 @@ def kinds() -> dict[str, pa.DataType]:
 
 
 def _kind(name: str, column: Column) -> pa.DataType:
-    if name == "behaviour":
+    if name == "old_log_probs_from":
         return pa.string()
-    kind = pa.list_(pa.int32()) if column.dtype is KeptSets else pa.from_numpy_dtype(column.dtype)
+    kind = pa.list_(pa.int32()) if column.dtype is AllowedTokens else pa.from_numpy_dtype(column.dtype)
     return pa.list_(kind) if column.axis == "token" else kind
 
 
@@ -96,12 +96,12 @@ def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
         "source": [question.source for question in questions],
         "response": [experience.text_of(one) for one in found],
         # What has no log-probs of a policy was not written by this run's model.
-        "model": [None if one.behaviour == "unknown" else experience.config.policy.path for one in found],
+        "model": [None if one.old_log_probs_from == "unknown" else experience.config.policy.path for one in found],
     }
     tokens, ends = answers.tokens(rows), np.cumsum(answers.columns["length"][rows]).tolist()
     for name, column in trace_columns().items():
-        if name == "behaviour":
-            columns[column.trace] = [one.behaviour for one in found]
+        if name == "old_log_probs_from":
+            columns[column.trace] = [one.old_log_probs_from for one in found]
         elif column.axis == "token":
             values = tokens.get(name, column.filled(sum(ends[-1:])))
             parts = (values[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
@@ -113,9 +113,9 @@ def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
 
 def _cell(column: Column, values: Any) -> Any:
     """Return the values of an answer's tokens; None: all are the declared default."""
-    if (column.default is not None or column.dtype is KeptSets) and column.is_default(values):
+    if (column.default is not None or column.dtype is AllowedTokens) and column.is_default(values):
         return None
-    return values.lists() if column.dtype is KeptSets else values
+    return values.lists() if column.dtype is AllowedTokens else values
 
 
 def write(batches: Iterable[pa.RecordBatch], folder: Path) -> None:

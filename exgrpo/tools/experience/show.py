@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exgrpo.tools.experience.sources import RunExperience
-from exgrpo.train.common.columns import BEHAVIOURS
+from exgrpo.train.common.columns import LOG_PROB_SOURCES
 
 Floats = npt.NDArray[np.float64]
 MEANINGS = {
@@ -24,13 +24,13 @@ QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 def counts(experience: RunExperience) -> dict[str, int]:
     """Return the counts, by name."""
     columns, arrays = experience.answers.columns, experience.arrays
-    by = np.bincount(columns["behaviour"], minlength=len(BEHAVIOURS)).tolist()
+    by = np.bincount(columns["old_log_probs_from"], minlength=len(LOG_PROB_SOURCES)).tolist()
     return {
         "stored trajectories": len(experience),
         "questions with stored trajectories": len(np.unique(columns["question"])),
         "questions in all": len(arrays["count"]),
         "questions that have left": int(arrays["retired"].sum()),
-        **{f"log-probs by: {name}": count for name, count in zip(BEHAVIOURS, by, strict=True) if count},
+        **{f"log-probs by: {name}": count for name, count in zip(LOG_PROB_SOURCES, by, strict=True) if count},
     }
 
 
@@ -98,8 +98,8 @@ def _label(experience: RunExperience, row: int) -> str:
         f"reward {one.reward:g}",
         f"step {one.step}",
         f"replayed {experience.answers.columns['replays'][row]} times",
-        "" if one.behaviour == "unknown" else f"mean log-prob {one.own(one.log_prob).mean():.3f}",
-        f"by {one.behaviour}",
+        "" if one.old_log_probs_from == "unknown" else f"mean log-prob {one.policy_values(one.log_prob).mean():.3f}",
+        f"by {one.old_log_probs_from}",
         "" if one.finished else "cut at the length limit",
     ]
     return ", ".join(filter(None, parts))

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from safetensors.numpy import load, save
 
-from exgrpo.train.common.columns import columns_of
+from exgrpo.train.common.columns import columns_of, renamed
 from exgrpo.train.common.durable import DamagedFileError, write_whole
-from exgrpo.train.common.records import KeptSets
+from exgrpo.train.common.records import AllowedTokens
 from exgrpo.train.replay.blocks import Places, TokenBlock
 from exgrpo.train.replay.table import Stored
 
@@ -93,10 +93,11 @@ class ExperienceStore:
             return self._load_segments(arrays)
         blocks = {}
         for number, name in enumerate(file_names(arrays)):
-            found = read_checked(self.folder, name)
-            sets = {n: KeptSets.of_sizes(found[f"{n}.sizes"], found[n]) for n in found if f"{n}.sizes" in found}
+            found = renamed(read_checked(self.folder, name))
+            sets = {n: AllowedTokens.of_sizes(found[f"{n}.sizes"], found[n]) for n in found if f"{n}.sizes" in found}
             blocks[number] = self._block({**found, **sets})
             self._note(name, blocks[number])
+        arrays = renamed(arrays)
         size = len(arrays[f"{ROW}length"])
         columns = {name: column.filled(size) for name, column in columns_of("group", "row", stored=True).items()}
         columns |= {name: arrays.get(f"{ROW}{name}", columns.get(name)) for name in (*columns, *Places._fields)}
@@ -116,12 +117,12 @@ class ExperienceStore:
         columns |= {name: arrays[name] for name in ("advantage", "successes", "answers", "replays")}
         blocks = {}
         for number, name in enumerate(file_names(arrays)):
-            found = read_checked(self.folder, name)
+            found = renamed(read_checked(self.folder, name))
             tokens: dict[str, Any] = {"token": found["response"], "old_log_prob": found["log_prob"]}
-            if "written" in found:
-                tokens["own"] = found["written"] != 0
-            if "kept" in found:
-                tokens["kept"] = KeptSets.of_sizes(found["kept_words"], found["kept"])
+            if "response_mask" in found:
+                tokens["response_mask"] = found["response_mask"] != 0
+            if "allowed_tokens" in found:
+                tokens["allowed_tokens"] = AllowedTokens.of_sizes(found["kept_words"], found["allowed_tokens"])
             blocks[number] = self._block(tokens)
             length = found["length"].astype(np.int64)
             rows = {**found, "start": np.cumsum(length) - length, "block": np.full(len(length), number)}
@@ -155,6 +156,6 @@ def _packed(block: TokenBlock) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name in block.columns:
         values = block.part(name, 0, block.used)
-        sets = isinstance(values, KeptSets)
+        sets = isinstance(values, AllowedTokens)
         arrays |= {name: values.ids, f"{name}.sizes": values.sizes.astype(np.int32)} if sets else {name: values}
     return arrays

@@ -4,23 +4,23 @@ To add a column, add an entry to `AnswerColumns` and fill it where it is known. 
 keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.records import Behaviour, KeptSets, Mask, TokenIds
+from exgrpo.train.common.records import AllowedTokens, LogProbSource, Mask, TokenIds
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Objects = npt.NDArray[np.object_]
 Axis = Literal["group", "row", "token"]
-BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
-"""Names of the values of `behaviour`, in their order."""
-TRAINER, ENGINE = map(BEHAVIOURS.index, ("trainer", "engine"))
+LOG_PROB_SOURCES: tuple[LogProbSource, ...] = get_args(LogProbSource)
+"""Names of the values of `old_log_probs_from`, in their order."""
+TRAINER, ENGINE = map(LOG_PROB_SOURCES.index, ("trainer", "engine"))
 
 
 @dataclass(frozen=True)
@@ -32,41 +32,43 @@ class Column:
         meaning: one line, for the documentation and for the cards of exported data sets.
         stored: True if the buffer and checkpoints keep it.
         trace: its name in files of traces; "": they lack it.
+        was: its names in checkpoints and traces of earlier versions.
         default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
-        dtype: of NumPy, or `KeptSets`.
+        dtype: of NumPy, or `AllowedTokens`.
     """
 
     axis: Axis
     meaning: str
     stored: bool = False
     trace: str = ""
+    was: tuple[str, ...] = ()
     default: Any = None
     dtype: Any = np.float64
 
     def array(self, values: Any) -> Any:
         """Return values as an array of the column."""
-        if self.dtype is KeptSets:
+        if self.dtype is AllowedTokens:
             return values
         return _objects(values) if self.dtype is np.object_ else np.asarray(values, self.dtype)
 
     def filled(self, size: int) -> Any:
         """Return so many defaults."""
-        if self.dtype is KeptSets:
-            return KeptSets.whole(size)
+        if self.dtype is AllowedTokens:
+            return AllowedTokens.whole(size)
         if self.default is not None or self.dtype is np.object_:
             return np.full(size, self.default, self.dtype)
         return np.full(size, np.nan if np.issubdtype(self.dtype, np.floating) else 0, self.dtype)
 
     def is_default(self, values: Any) -> bool:
         """Return True if all values are the default."""
-        if self.dtype is KeptSets:
+        if self.dtype is AllowedTokens:
             return not len(values.ids)
         (default,) = self.filled(1)
         return bool((values == default).all() or (default != default and np.isnan(values).all()))
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """Return the values of several parts, end to end."""
-        return KeptSets.joined(parts) if self.dtype is KeptSets else np.concatenate(parts)
+        return AllowedTokens.joined(parts) if self.dtype is AllowedTokens else np.concatenate(parts)
 
 
 class AnswerColumns:
@@ -99,14 +101,15 @@ class AnswerColumns:
         ),
     ]
     step: Annotated[Ints, Column("row", "training step in which it was written", stored=True, trace="step")]
-    behaviour: Annotated[
+    old_log_probs_from: Annotated[
         npt.NDArray[np.uint8],
         Column(
             "row",
             "who computed the log-probs of the policy that wrote it: the trainer, before the update of that step, or "
             "the rollout engine, in sampling; unknown: nobody, and they are 0: the writer counts as certain",
             stored=True,
-            trace="behaviour",
+            trace="old_log_probs_from",
+            was=("behaviour",),
         ),
     ]
     text: Annotated[Objects, Column("row", "of fresh answers, what is graded: before the EOS token or stop string")]
@@ -154,7 +157,7 @@ class AnswerColumns:
         Doubles,
         Column("row", "of the row's objective, in a mini-batch whose objective keeps it apart from the advantage"),
     ]
-    learnt: Annotated[
+    loss_mask: Annotated[
         Mask, Column("row", "True if the row may carry a gradient; others still count in what losses are divided by")
     ]
 
@@ -162,14 +165,15 @@ class AnswerColumns:
         TokenIds,
         Column("token", "token ids of the answer, with the token that ends it", stored=True, trace="response_ids"),
     ]
-    own: Annotated[
+    response_mask: Annotated[
         Mask,
         Column(
             "token",
-            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0, from "
-            "which nothing is learnt",
+            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0 and "
+            "no gradient",
             stored=True,
-            trace="written",
+            trace="response_mask",
+            was=("own", "written"),
             default=True,
         ),
     ]
@@ -203,14 +207,15 @@ class AnswerColumns:
         Column("token", "log-prob under the policy that importance ratios refer to, or `replay.contract.PRESENT`"),
     ]
     factor: Annotated[Floats, Column("token", "factor of the advantage", default=1)]
-    kept: Annotated[
-        KeptSets,
+    allowed_tokens: Annotated[
+        AllowedTokens,
         Column(
             "token",
             "ids of the tokens that it was drawn from, over which all of these log-probs and entropies are; not filled "
             "where rollouts are cut nowhere",
             stored=True,
-            trace="kept",
+            trace="allowed_tokens",
+            was=("kept",),
         ),
     ]
 
@@ -219,13 +224,22 @@ def _column(hint: Any) -> Column:
     """Return the column of an annotation, with its dtype."""
     (column,) = hint.__metadata__
     kind = hint.__origin__
-    if kind is KeptSets:
+    if kind is AllowedTokens:
         return replace(column, dtype=kind)
     last = get_args(kind)[-1]  # np.dtype[X] of NDArray[X]; X itself from numpy 2.5 on
     return replace(column, dtype=next(iter(get_args(last)), last))
 
 
 COLUMNS = {name: _column(hint) for name, hint in get_type_hints(AnswerColumns, include_extras=True).items()}
+
+
+EARLIER = {was: name for name, column in COLUMNS.items() for was in column.was}
+"""Present names of columns, by the names that files of earlier versions have."""
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values from a file by the present names of their columns, with or without a prefix or a suffix."""
+    return {".".join(EARLIER.get(part, part) for part in name.split(".")): one for name, one in values.items()}
 
 
 def columns_of(*axes: Axis, stored: bool = False) -> dict[str, Column]:

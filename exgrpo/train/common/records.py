@@ -15,7 +15,7 @@ from exgrpo.train.common.errors import shown
 TokenIds = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Places = slice | npt.NDArray[np.int64] | Mask
-Behaviour = Literal["trainer", "engine", "unknown"]
+LogProbSource = Literal["trainer", "engine", "unknown"]
 
 SHARED = 32
 """Tokens from which on what prompts begin with is read once: fewer take no time that one would notice."""
@@ -35,43 +35,43 @@ def shared_prefix(prompts: Sequence[TokenIds]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptSets:
-    """A set of each of T tokens, one after the other; a set without any word stands for the whole vocabulary.
+class AllowedTokens:
+    """The sets that T tokens were sampled from, concatenated; an empty set means the whole vocabulary.
 
     It has a length, and is indexed as an array [T] is: by a slice, which copies no ids, or by places in any order.
 
     Attributes:
-        ids: [M] int32, the words of all sets, different ones in each, its token among them.
-        bounds: [T + 1] int64: the words of token t are ids[bounds[t]:bounds[t + 1]].
+        ids: [M] int32, the token ids of all sets, distinct in each, the sampled token among them.
+        bounds: [T + 1] int64: the set of token t is ids[bounds[t]:bounds[t + 1]].
     """
 
     ids: TokenIds
     bounds: npt.NDArray[np.int64]
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "KeptSets":
-        """Return sets from their sizes [T] and all of their words."""
+    def of_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "AllowedTokens":
+        """Return sets from their sizes [T] and all of their ids."""
         return cls(ids, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
-    def of(cls, sets: Sequence[npt.ArrayLike]) -> "KeptSets":
-        """Return sets from the words [T] of each token."""
-        words = [np.asarray(of_token, np.int32) for of_token in sets]
-        return cls.of_sizes([len(of_token) for of_token in words], np.concatenate([np.empty(0, np.int32), *words]))
+    def of(cls, sets: Sequence[npt.ArrayLike]) -> "AllowedTokens":
+        """Return the sets [T] from the ids of each."""
+        ids = [np.asarray(of_token, np.int32) for of_token in sets]
+        return cls.of_sizes([len(of_token) for of_token in ids], np.concatenate([np.empty(0, np.int32), *ids]))
 
     @classmethod
-    def whole(cls, tokens: int) -> "KeptSets":
+    def whole(cls, tokens: int) -> "AllowedTokens":
         """Return the whole vocabulary for each of some tokens."""
         return cls(np.empty(0, np.int32), np.zeros(tokens + 1, np.int64))
 
     @classmethod
-    def joined(cls, parts: Sequence["KeptSets"]) -> "KeptSets":
+    def joined(cls, parts: Sequence["AllowedTokens"]) -> "AllowedTokens":
         """Concatenate the sets of several parts."""
         sizes = [np.empty(0, np.int64), *(part.sizes for part in parts)]
         return cls.of_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
 
     @classmethod
-    def of_parts(cls, parts: Sequence["KeptSets | None"], length: Sequence[int]) -> "KeptSets | None":
+    def of_parts(cls, parts: Sequence["AllowedTokens | None"], length: Sequence[int]) -> "AllowedTokens | None":
         """Concatenate the sets of parts with so many tokens each; a part without sets means the full vocabulary.
 
         None: no part has any.
@@ -90,23 +90,23 @@ class KeptSets:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """[T] words of each; 0: the whole vocabulary."""
+        """[T] number of ids in each; 0: the whole vocabulary."""
         return np.diff(self.bounds)
 
     def lists(self) -> list[npt.NDArray[np.int32]]:
-        """[T] the words of each."""
+        """[T] the ids of each."""
         return [self.ids[start:end] for start, end in pairwise(self.bounds.tolist())]
 
-    def __getitem__(self, places: Places) -> "KeptSets":
+    def __getitem__(self, places: Places) -> "AllowedTokens":
         """Return the sets of some tokens."""
         if isinstance(places, slice):
             start, end, _ = places.indices(len(self))
             bounds = self.bounds[start : max(start, end) + 1]
-            return KeptSets(self.ids[bounds[0] : bounds[-1]], bounds - bounds[0])
+            return AllowedTokens(self.ids[bounds[0] : bounds[-1]], bounds - bounds[0])
         sizes = self.sizes[places]
         ends = np.cumsum(sizes)
         at = np.repeat(self.bounds[:-1][places] - ends + sizes, sizes) + np.arange(int(sizes.sum()))
-        return KeptSets.of_sizes(sizes, self.ids[at])
+        return AllowedTokens.of_sizes(sizes, self.ids[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,24 +119,24 @@ class Rollout:
             stored as all others. Before it there is neither of them.
         finished: False where the answer was cut at the length limit.
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the
-            sampling temperature and among the words that it kept; or None where it has none.
+            sampling temperature and among the allowed tokens; or None where it has none.
         entropy: [R] fp32, the entropy in nats of that policy where the token was sampled; or None.
-        written: [R], whether the policy wrote the token; None: all of them. Of observations, log-probs and entropies
+        response_mask: [R] True if the policy wrote the token; None: all. Log-probs and entropies of observations
             are 0; before one, the response may hold EOS tokens and stop strings.
-        kept: [R] the words that each token was drawn from; None: the whole vocabulary, or nobody asked.
+        allowed_tokens: [R] the set that each token was sampled from; None: the whole vocabulary, or not requested.
     """
 
     response: TokenIds
     finished: bool
     log_prob: npt.NDArray[np.float32] | None = None
     entropy: npt.NDArray[np.float32] | None = None
-    written: Mask | None = None
-    kept: KeptSets | None = None
+    response_mask: Mask | None = None
+    allowed_tokens: AllowedTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """The T response tokens of a batch under a policy, among the words that were kept for them; 0 of observations.
+    """The T response tokens of a batch under a policy, among their allowed tokens; 0 for observations.
 
     Attributes:
         log_prob: [T] fp32 log-probability of each token, at the temperature that was asked for.
@@ -158,12 +158,13 @@ class Trajectory:
         finished: whether it ends with EOS or a stop string, as of a `Rollout`.
         reward: what the verifier gave.
         step: training step in which it was written.
-        behaviour: who computed `log_prob`: the trainer, before that step's update, or the rollout engine, in sampling;
-            unknown: nobody, as of text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
+        old_log_probs_from: source of `log_prob`: the trainer, before that step's update; the rollout engine, in
+            sampling; or unknown, as for text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
         key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
         penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
-        written: [R], whether the policy wrote the token, as of a `Rollout`.
-        kept: [R] the words that each token was drawn from, over which `log_prob` is; None: the whole vocabulary.
+        response_mask: [R] as of a `Rollout`.
+        allowed_tokens: [R] the set that each token was sampled from, over which `log_prob` is; None: the whole
+            vocabulary.
     """
 
     question: int
@@ -172,20 +173,22 @@ class Trajectory:
     finished: bool
     reward: float
     step: int
-    behaviour: Behaviour = "trainer"
+    old_log_probs_from: LogProbSource = "trainer"
     key: int = 0
     penalty: float = 0.0
-    written: Mask | None = None
-    kept: KeptSets | None = None
+    response_mask: Mask | None = None
+    allowed_tokens: AllowedTokens | None = None
 
     @property
     def rollout(self) -> Rollout:
         """The answer as an engine gives it, without scores."""
-        return Rollout(self.response, self.finished, written=self.written, kept=self.kept)
+        return Rollout(
+            self.response, self.finished, response_mask=self.response_mask, allowed_tokens=self.allowed_tokens
+        )
 
-    def own(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def policy_values(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the values of [R] that belong to tokens of the policy."""
-        return values if self.written is None else values[self.written]
+        return values if self.response_mask is None else values[self.response_mask]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.columns import (
-    BEHAVIOURS,
     COLUMNS,
     ENGINE,
+    LOG_PROB_SOURCES,
     TRAINER,
     AnswerColumns,
     Axis,
@@ -25,10 +25,10 @@ from exgrpo.train.common.columns import (
     Objects,
     columns_of,
 )
-from exgrpo.train.common.records import Counts, KeptSets, Mask, Rollout, TokenIds, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Counts, Mask, Rollout, TokenIds, Trajectory
 from exgrpo.train.common.success import EPSILON
 
-__all__ = ["BEHAVIOURS", "ENGINE", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
+__all__ = ["ENGINE", "LOG_PROB_SOURCES", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
 
 SCORES = ("old_log_prob", "log_prob", "entropy")
 """AnswerColumns that the trainer computes of fresh rows, and only of those whose numbers something needs."""
@@ -73,7 +73,7 @@ class StepBatch(AnswerColumns):
             rollouts: [N] in the order of their groups.
         """
         length = [len(rollout.response) for rollout in rollouts]
-        kept = KeptSets.of_parts([rollout.kept for rollout in rollouts], length)
+        allowed_tokens = AllowedTokens.of_parts([rollout.allowed_tokens for rollout in rollouts], length)
         return cls(
             np.asarray(question, np.int64),
             np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64)),
@@ -82,10 +82,10 @@ class StepBatch(AnswerColumns):
             replays=np.zeros(len(rollouts), np.int64),
             finished=[rollout.finished for rollout in rollouts],
             token=_flat([rollout.response for rollout in rollouts], length, np.int32, 0),
-            own=_flat([rollout.written for rollout in rollouts], length, bool, True),
+            response_mask=_flat([rollout.response_mask for rollout in rollouts], length, bool, True),
             engine_log_prob=_flat([rollout.log_prob for rollout in rollouts], length, np.float32, np.nan),
             engine_entropy=_flat([rollout.entropy for rollout in rollouts], length, np.float32, np.nan),
-            **({} if kept is None else {"kept": kept}),
+            **({} if allowed_tokens is None else {"allowed_tokens": allowed_tokens}),
         )
 
     @classmethod
@@ -104,7 +104,7 @@ class StepBatch(AnswerColumns):
             [one.question for one in trajectories], [1] * len(trajectories), [one.rollout for one in trajectories]
         )
         batch.fill(
-            behaviour=[BEHAVIOURS.index(one.behaviour) for one in trajectories],
+            old_log_probs_from=[LOG_PROB_SOURCES.index(one.old_log_probs_from) for one in trajectories],
             old_log_prob=np.concatenate([np.empty(0, np.float32), *(one.log_prob for one in trajectories)]),
             **{name: [getattr(one, name) for one in trajectories] for name in ("reward", "step", "key", "penalty")},
         )
@@ -170,7 +170,7 @@ class StepBatch(AnswerColumns):
         return self.reward - self.penalty
 
     @property
-    def teaches(self) -> Mask:
+    def has_signal(self) -> Mask:
         """[G] whether the net rewards of a group differ, so that its answers have advantages."""
         high, low = np.full(self.groups, -np.inf), np.full(self.groups, np.inf)
         np.maximum.at(high, self.group, self.net_reward)
@@ -178,9 +178,9 @@ class StepBatch(AnswerColumns):
         return high - low > EPSILON
 
     @property
-    def written(self) -> Ints:
+    def num_tokens(self) -> Ints:
         """[N] tokens that the policy wrote."""
-        ends = np.concatenate([[0], np.cumsum(self.own)])
+        ends = np.concatenate([[0], np.cumsum(self.response_mask)])
         return ends[self.start[1:]] - ends[self.start[:-1]]
 
     def mean(self, values: npt.NDArray, rows: Mask | None = None) -> Doubles:
@@ -193,7 +193,7 @@ class StepBatch(AnswerColumns):
 
     def sums(self, values: npt.NDArray) -> Doubles:
         """Return the sums [N] of values [T] over the tokens of each row that the policy wrote."""
-        total = np.bincount(self.by_token(np.arange(len(self))), values * self.own, len(self))
+        total = np.bincount(self.by_token(np.arange(len(self))), values * self.response_mask, len(self))
         return total.astype(np.float64, copy=False)
 
     def by_token(self, values: npt.NDArray) -> npt.NDArray:
@@ -207,13 +207,13 @@ class StepBatch(AnswerColumns):
     def of_row(self, row: int, values: npt.NDArray) -> npt.NDArray:
         """Return the values of [T] that belong to tokens of a row that the policy wrote."""
         at = self.at(row)
-        return values[at][self.own[at]]
+        return values[at][self.response_mask[at]]
 
     def answer(self, row: int) -> Rollout:
         """Return the tokens of a row as an engine gives them."""
         at = self.at(row)
-        own = self.own[at]
-        return Rollout(self.token[at], bool(self.finished[row]), written=None if own.all() else own)
+        mask = self.response_mask[at]
+        return Rollout(self.token[at], bool(self.finished[row]), response_mask=None if mask.all() else mask)
 
     def places(self, rows: Ints) -> Ints:
         """Return the places of the tokens of some rows, in the order of the rows."""

@@ -100,7 +100,7 @@ class RolloutConfig(CorrectionConfig):
     def cut(self) -> dict[str, Any]:
         """Arguments of `Sampling` if top_p, top_k or min_p restrict the vocabulary, else empty."""
         cut = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        return {**cut, "kept": True} if (self.top_p, self.top_k, self.min_p) != (1, 0, 0) else {}
+        return {**cut, "allowed_tokens": True} if (self.top_p, self.top_k, self.min_p) != (1, 0, 0) else {}
 
 
 def check_rollout(rollout: RolloutConfig) -> None:

@@ -26,7 +26,7 @@ class IdleSteps:
             batch: the answers of the step, of which those of `trained` groups count.
             minibatches: of the step.
         """
-        idle = len(minibatches) > 0 and not any(one.teaches for one in minibatches)
+        idle = len(minibatches) > 0 and not any(one.has_signal for one in minibatches)
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_WARNING or self.in_a_row & (self.in_a_row - 1):
             return None

@@ -61,14 +61,14 @@ def step_metrics(
 def _of_answers(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
     fresh = np.flatnonzero(batch.fresh)
     counts, at, entropy = batch.counts, batch.places(fresh), _entropies(batch)
-    known = entropy[at][batch.own[at] & ~np.isnan(entropy[at])]
+    known = entropy[at][batch.response_mask[at] & ~np.isnan(entropy[at])]
     return {
         "reward": float(batch.reward[fresh].mean()),
         **_means("reward", zip(np.array(sources)[batch.group[fresh]].tolist(), batch.reward[fresh], strict=True)),
         **_means("reward_part", (item for parts in batch.parts[fresh] for item in parts.items())),
         "entropy": float(known.mean()) if len(known) else math.nan,
         "entropy_gap": _entropy_gap(batch, entropy),
-        "response_tokens": float(batch.written[fresh].mean()),
+        "response_tokens": float(batch.num_tokens[fresh].mean()),
         **_of_turns(batch, fresh),
         **_of_sets(batch, at),
         "truncated": float(np.mean(~batch.finished[fresh])),
@@ -92,7 +92,7 @@ def _means(kind: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
     if batch.counts.broken is None:
         return {}
-    masks = [batch.own[batch.at(row)].astype(np.int8) for row in fresh]
+    masks = [batch.response_mask[batch.at(row)].astype(np.int8) for row in fresh]
     return {
         "turns": 1 + sum(int(np.count_nonzero(np.diff(mask) == -1)) for mask in masks) / len(fresh),
         "observed_tokens": sum(int(np.count_nonzero(mask == 0)) for mask in masks) / len(fresh),
@@ -102,10 +102,10 @@ def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
 
 def _of_sets(batch: StepBatch, at: Ints) -> dict[str, float]:
     """Mean size of the sets that tokens were drawn from, where rollouts are cut."""
-    if not batch.has("kept"):
+    if not batch.has("allowed_tokens"):
         return {}
-    sizes = batch.kept.sizes[at]
-    return {"kept_words": float(sizes[sizes > 0].mean()) if sizes.any() else math.nan}
+    sizes = batch.allowed_tokens.sizes[at]
+    return {"allowed_tokens": float(sizes[sizes > 0].mean()) if sizes.any() else math.nan}
 
 
 def _entropies(batch: StepBatch) -> Floats:
@@ -150,7 +150,7 @@ def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> di
         for phase, readings in work.items()
     }
     return {
-        "tokens_per_second": float(batch.written[batch.fresh].sum()) / total,
+        "tokens_per_second": float(batch.num_tokens[batch.fresh].sum()) / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
         "seconds/asleep": counts.engine.asleep_seconds,
@@ -161,10 +161,10 @@ def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> di
 def _of_updates(batch: StepBatch, minibatches: Sequence[MiniBatch], updates: Sequence[UpdateStats]) -> dict[str, float]:
     """Return means over the optimiser steps that have the number, and quantiles over their tokens; NaN without any."""
     all_rows = any(minibatch.all_rows for minibatch in minibatches)
-    teaching = np.bincount(batch.group, batch.learnt & ((batch.advantage != 0) | all_rows), batch.groups) > 0
+    with_signal = np.bincount(batch.group, batch.loss_mask & ((batch.advantage != 0) | all_rows), batch.groups) > 0
     gradient_tokens = sum(update.gradient_tokens for update in updates)
     numbers: dict[str, float] = {
-        "idle_group_fraction": int((~teaching[batch.trained]).sum()) / max(len(batch.trained), 1),
+        "idle_group_fraction": int((~with_signal[batch.trained]).sum()) / max(len(batch.trained), 1),
         "idle_updates": len(minibatches) - len(updates),
         "gradient_tokens": gradient_tokens,
         "gradient_token_fraction": gradient_tokens / max(sum(minibatch.tokens for minibatch in minibatches), 1),

@@ -39,7 +39,7 @@ class MiniBatch:
         return self.batch.has("weight")
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         """True if any row has an advantage; NaN counts, so that it is noticed."""
         return bool(((self.batch.advantage != 0) | self.all_rows).any())
 
@@ -90,15 +90,15 @@ class TokenBatch:
         target: [B, L] or [T] int64, the response token that is predicted, -100 for none: pads and observations.
         targets: number of targets.
         segments: rows of packed tokens; None: the batch is padded.
-        kept: ids [M] int32 and offsets [targets' places + 1] int64, the words that each target was drawn from, as
-            `exgrpo.kernels` takes them; None: the whole vocabulary.
+        allowed_tokens: ids [M] int32 and offsets [targets' places + 1] int64, as `exgrpo.kernels` takes them; None:
+            the whole vocabulary.
     """
 
     tokens: torch.Tensor
     target: torch.Tensor
     targets: int
     segments: Segments | None = field(default=None, kw_only=True)
-    kept: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, kw_only=True)
+    allowed_tokens: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +140,7 @@ def build_minibatches(
 ) -> list[MiniBatch]:
     """Deal whole groups that are trained on at random into `count` mini-batches of nearly equal size.
 
-    There are fewer mini-batches where groups are fewer. Rows that are not `learnt`, and those without an advantage
+    There are fewer mini-batches where groups are fewer. Rows outside `loss_mask`, and those without an advantage
     where no other term has a gradient, only count in what losses are divided by.
 
     Args:
@@ -160,8 +160,8 @@ def build_minibatches(
 
 
 def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tokens: int, all_rows: bool) -> MiniBatch:
-    written, advantage, weight = batch.written[rows], batch.advantage[rows], np.ones(len(rows))
-    tokens = int(written.sum())
+    length, advantage, weight = batch.num_tokens[rows], batch.advantage[rows], np.ones(len(rows))
+    tokens = int(length.sum())
     if objective.normalize == "constant":
         normalizer = len(rows) * max_tokens
     elif objective.normalize == "token":
@@ -169,12 +169,12 @@ def _minibatch(batch: StepBatch, rows: Ints, objective: ObjectiveConfig, max_tok
     else:
         normalizer = len(rows)
     if objective.normalize == "sequence" and all_rows:
-        weight /= written
+        weight /= length
     elif objective.normalize == "sequence":
         # The objective is positively homogeneous in the advantage, so 1/|o| may be put there.
-        advantage = advantage / written
+        advantage = advantage / length
     for_all = objective.entropy_coef > 0 or objective.kl_coef > 0 or all_rows
-    kept = batch.learnt[rows] & ((advantage != 0) | for_all)
+    kept = batch.loss_mask[rows] & ((advantage != 0) | for_all)
     part = batch.take(rows[kept])
     part.fill(advantage=advantage[kept], **({"weight": weight[kept]} if all_rows else {}))
-    return MiniBatch(rows[kept], part, float(normalizer), tokens, int(written[batch.fresh[rows]].sum()))
+    return MiniBatch(rows[kept], part, float(normalizer), tokens, int(length[batch.fresh[rows]].sum()))

@@ -56,7 +56,7 @@ class Corrected(NamedTuple):
 
 
 def _means(batch: StepBatch, values: Floats) -> Doubles:
-    return batch.sums(values) / np.maximum(batch.written, 1)
+    return batch.sums(values) / np.maximum(batch.num_tokens, 1)
 
 
 def _of_answer(batch: StepBatch, log_ratio: Floats) -> Doubles:
@@ -117,17 +117,17 @@ def correct(batch: StepBatch, rows: Ints, options: CorrectionConfig) -> dict[str
         dict: metrics under `correction/`, over the tokens that the policy wrote; empty without such rows.
     """
     rows = np.unique(rows)
-    rows = rows[batch.fresh[rows] & (batch.behaviour[rows] == ENGINE)]
+    rows = rows[batch.fresh[rows] & (batch.old_log_probs_from[rows] == ENGINE)]
     if not len(rows):
         return {}
     part = batch.take(rows)
     result = corrected(part, options)
     batch.put(rows, factor=result.factor)
-    factor = result.factor[part.own].astype(np.float64)
+    factor = result.factor[part.response_mask].astype(np.float64)
     numbers = {
-        "outside_tokens": result.outside[part.own].mean(),
-        "outside_answers": (part.sums(result.outside) == part.written).mean(),
-        "ratio": np.exp(np.minimum(result.log_ratio[part.own], MAX_LOG_RATIO), dtype=np.float64).mean(),
+        "outside_tokens": result.outside[part.response_mask].mean(),
+        "outside_answers": (part.sums(result.outside) == part.num_tokens).mean(),
+        "ratio": np.exp(np.minimum(result.log_ratio[part.response_mask], MAX_LOG_RATIO), dtype=np.float64).mean(),
         "ess": factor.sum() ** 2 / (len(factor) * max((factor**2).sum(), np.finfo(np.float64).tiny)),
     }
     return {f"correction/{name}": float(value) for name, value in numbers.items()}

@@ -66,10 +66,10 @@ class Layout(ABC):
             by_target(batch.ratio_log_prob),
             by_target(advantage),
             by_target(replayed),
-            _moved(batch.written, device),
-            int(np.count_nonzero(advantage[batch.own])),
+            _moved(batch.num_tokens, device),
+            int(np.count_nonzero(advantage[batch.response_mask])),
             segments=of_pass.segments,
-            kept=of_pass.kept,
+            allowed_tokens=of_pass.allowed_tokens,
             weight=None if weight is None else by_target(weight),
             reference_log_prob=reference,
         )
@@ -88,8 +88,13 @@ class Padded(Layout):
         for row, read in enumerate(_read(batch)):
             tokens[row, :read] = np.concatenate([batch.prompt[batch.group[row]], batch.token[batch.at(row)][:-1]])
         target.ravel()[self.places(batch)] = _target(batch)
-        kept = _kept(batch, self.places(batch), target.size, device)
-        return TokenBatch(_moved(tokens, device), _moved(target, device), int(batch.own.sum()), kept=kept)
+        allowed_tokens = _kept(batch, self.places(batch), target.size, device)
+        return TokenBatch(
+            _moved(tokens, device),
+            _moved(target, device),
+            int(batch.response_mask.sum()),
+            allowed_tokens=allowed_tokens,
+        )
 
     def places(self, batch: StepBatch) -> Ints:
         # The last token of a prompt predicts the first one of its response.
@@ -143,8 +148,14 @@ class Packed(Layout):
         row_of_all = np.concatenate(tokens).astype(np.int64)[None]
         parts = segments(blocks, np.concatenate(source), device)
         target = _moved(_target(batch), device)
-        kept = _kept(batch, self.places(batch), len(target), device)
-        return TokenBatch(_moved(row_of_all, device), target, int(batch.own.sum()), segments=parts, kept=kept)
+        allowed_tokens = _kept(batch, self.places(batch), len(target), device)
+        return TokenBatch(
+            _moved(row_of_all, device),
+            target,
+            int(batch.response_mask.sum()),
+            segments=parts,
+            allowed_tokens=allowed_tokens,
+        )
 
     def places(self, batch: StepBatch) -> Ints:
         return np.arange(len(batch.token))
@@ -212,18 +223,18 @@ def _longest(batch: StepBatch) -> int:
 
 def _target(batch: StepBatch) -> Ints:
     """[T] the token to predict, -100 for observations."""
-    return np.where(batch.own, batch.token, IGNORED).astype(np.int64)
+    return np.where(batch.response_mask, batch.token, IGNORED).astype(np.int64)
 
 
 def _kept(
     batch: StepBatch, places: Ints, targets: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Sets of tokens that the response tokens at `places` were drawn from; None: the whole vocabulary."""
-    if not batch.has("kept") or not len(batch.kept.ids):
+    if not batch.has("allowed_tokens") or not len(batch.allowed_tokens.ids):
         return None
     ends = np.zeros(targets + 1, np.int64)
-    ends[1 + places] = batch.kept.sizes
-    return _moved(batch.kept.ids, device), _moved(np.cumsum(ends), device)
+    ends[1 + places] = batch.allowed_tokens.sizes
+    return _moved(batch.allowed_tokens.ids, device), _moved(np.cumsum(ends), device)
 
 
 def _moved(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

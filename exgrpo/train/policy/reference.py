@@ -56,14 +56,14 @@ class Reference:
         self.score = score
 
     def fill(self, batch: StepBatch, *, replayed: bool = False) -> Ints:
-        """Put `reference_log_prob` for the rows that are trained on and learnt from; these rows' numbers.
+        """Put `reference_log_prob` for the trained rows inside `loss_mask`; return their numbers.
 
         Args:
             batch: the step.
             replayed: whether replayed rows are compared, too.
         """
         rows = batch.rows_of(batch.trained)
-        rows = rows[(batch.fresh[rows] | replayed) & batch.learnt[rows]]
+        rows = rows[(batch.fresh[rows] | replayed) & batch.loss_mask[rows]]
         batch.put(rows, reference_log_prob=self.score(batch.take(rows)).log_prob)
         return rows
 

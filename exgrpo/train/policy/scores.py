@@ -73,7 +73,7 @@ class FreshScorer:
         return Scored(fresh, tuple(together(part)), sample=(trainer, engine))
 
     def by_passes(
-        self, batch: StepBatch, scored: Scored, stored: Mask | None, taught: Sequence[MiniBatch] = ()
+        self, batch: StepBatch, scored: Scored, stored: Mask | None, with_signal: Sequence[MiniBatch] = ()
     ) -> Scored:
         """Score the fresh rows that the memory or an update needs, except those that the first update will score.
 
@@ -81,13 +81,13 @@ class FreshScorer:
             batch: the step.
             scored: known so far.
             stored: [N] rows that the memory stores; None: a function of the method reads the scores of all fresh rows.
-            taught: mini-batches of the updates.
+            with_signal: mini-batches of the updates.
         """
         wanted = batch.fresh if stored is None else stored & self.by_trainer  # the engine has scored its own
-        trained = rows_of(taught)
+        trained = rows_of(with_signal)
         by_update = NONE
-        if taught and self.own_forward and not len(scored.rows):
-            by_update = taught[0].rows[taught[0].batch.fresh]
+        if with_signal and self.own_forward and not len(scored.rows):
+            by_update = with_signal[0].rows[with_signal[0].batch.fresh]
         needed = np.union1d(np.flatnonzero(wanted), trained[batch.fresh[trained]])
         rows = np.setdiff1d(needed, np.union1d(scored.rows, by_update))
         if len(rows):
@@ -119,5 +119,5 @@ def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
-    known = part.own & ~np.isnan(part.engine_log_prob)
+    known = part.response_mask & ~np.isnan(part.engine_log_prob)
     return log_prob[known], part.engine_log_prob[known]

@@ -75,10 +75,10 @@ class Tally:
         clipped = result.clipped != 0
         lost = clipped & (not Needs.of(self.terms.surrogate).bounds_weights)
         zero = ratio.new_zeros(())
-        teaching = batch.advantage if batch.weight is None else batch.weight
-        learns = active & (teaching != 0) & ~lost
-        if batch.kept is not None:
-            learns &= batch.kept[1].diff().view_as(learns) != 1
+        signal = batch.advantage if batch.weight is None else batch.weight
+        learns = active & (signal != 0) & ~lost
+        if batch.allowed_tokens is not None:
+            learns &= batch.allowed_tokens[1].diff().view_as(learns) != 1
         reference = batch.reference_log_prob
         divergences = zero if reference is None else ESTIMATORS["k3"](reference.double() - result.log_prob.double())
         self.sums.append(

@@ -40,7 +40,7 @@ def with_advantage(batch: StepBatch, options: MethodOptions) -> Mask:
 
     Rollout-level replay, arXiv 2606.04560; POPO, arXiv 2606.01281.
     """
-    return batch.fresh & batch.teaches[batch.group]
+    return batch.fresh & batch.has_signal[batch.group]
 
 
 def in_band(batch: StepBatch, options: MethodOptions) -> Mask:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from exgrpo.train.common.columns import COLUMNS, Column, Ints, columns_of
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import KeptSets
+from exgrpo.train.common.records import AllowedTokens
 
 FEWEST, MOST = 1 << 12, 1 << 22
 """Tokens of the first block and of the largest ones; one between has room for as many as are stored."""
@@ -42,7 +42,7 @@ class TokenBlock:
         folder: of files for the arrays; None: they are in RAM.
 
     Attributes:
-        columns: [room] each, by name; `KeptSets` may have room behind their ids.
+        columns: [room] each, by name; `AllowedTokens` may have room behind their ids.
         used: tokens that it holds.
     """
 
@@ -58,7 +58,7 @@ class TokenBlock:
                 if name not in self.columns:
                     continue
                 given = column.filled(size)
-            if column.dtype is KeptSets:
+            if column.dtype is AllowedTokens:
                 self.columns[name] = self._with_sets(self.columns.get(name), given)
                 continue
             if name not in self.columns:
@@ -67,7 +67,7 @@ class TokenBlock:
             self.columns[name][self.used : self.used + size] = given
         self.used += size
 
-    def _with_sets(self, held: KeptSets | None, new: KeptSets) -> KeptSets:
+    def _with_sets(self, held: AllowedTokens | None, new: AllowedTokens) -> AllowedTokens:
         ids, bounds = (held.ids, held.bounds) if held else (_array(0, np.int32, None), None)
         bounds = _array(self.room + 1, np.int64, self.folder) if bounds is None else bounds
         first, size = int(bounds[self.used]), len(new)
@@ -77,7 +77,7 @@ class TokenBlock:
             ids, old = _array(max(end, 2 * len(ids)), np.int32, self.folder), ids
             ids[:first] = old[:first]
         ids[first:end] = new.ids
-        return KeptSets(ids, bounds)
+        return AllowedTokens(ids, bounds)
 
     def part(self, column: str, start: int, end: int) -> Any:
         """Return tokens `start` to before `end` of a column, without a copy of what it has."""
@@ -161,7 +161,7 @@ def gather(contents: Mapping[int, TokenBlock], places: Places) -> dict[str, Any]
     runs = [*zip(block[first].tolist(), start[first].tolist(), (start[last] + length[last]).tolist(), strict=True)]
 
     def joined(name: str, column: Column) -> Any:
-        if column.dtype is KeptSets and not any(name in contents[number].columns for number, _, _ in runs):
+        if column.dtype is AllowedTokens and not any(name in contents[number].columns for number, _, _ in runs):
             return None
         return column.joined([column.filled(0), *(contents[number].part(name, *ends) for number, *ends in runs)])
 

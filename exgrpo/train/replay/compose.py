@@ -55,7 +55,7 @@ def appended(planner: BatchPlanner) -> list[PlannedGroup]:
 
 def _settle_in_place(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:
     """Replace at most floor(rho B) groups whose rewards are all alike by stored groups of earlier steps."""
-    alive, dead = np.flatnonzero(batch.teaches).tolist(), np.flatnonzero(~batch.teaches).tolist()
+    alive, dead = np.flatnonzero(batch.has_signal).tolist(), np.flatnonzero(~batch.has_signal).tolist()
     stored = draw_groups(planner, min(len(dead), planner.share(planner.batch)))
     return [*alive, *dead[len(stored) :], *stored]
 
@@ -72,11 +72,11 @@ def _settle_beside(batch: StepBatch, planner: BatchPlanner) -> list[int | Planne
     Each stored answer is a group by itself, and so has no advantage in it: `advantage` has to be stored. If all groups
     are alike, they stay.
     """
-    teaching = np.flatnonzero(batch.teaches).tolist() or list(range(batch.groups))
+    with_signal = np.flatnonzero(batch.has_signal).tolist() or list(range(batch.groups))
     candidates, rows = planner.earlier()
-    fresh = int(np.count_nonzero(batch.fresh[batch.rows_of(teaching)]))
+    fresh = int(np.count_nonzero(batch.fresh[batch.rows_of(with_signal)]))
     drawn = planner.draw_from(candidates, planner.share(fresh), rows)
-    return [*teaching, *planner.alone(drawn)]
+    return [*with_signal, *planner.alone(drawn)]
 
 
 @needs(settle=_settle_beside, alone=True)
@@ -173,9 +173,9 @@ def _settle_bapo(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedG
     """
     now, before = (counts[batch.question] for counts in (planner.memory.shown, planner.memory.earlier))
     first = np.arange(batch.groups) < planner.batch
-    fresh, teaching = np.flatnonzero(first), np.flatnonzero(first & (now >= 1) & (now <= planner.samples - 1))
+    fresh, with_signal = np.flatnonzero(first), np.flatnonzero(first & (now >= 1) & (now <= planner.samples - 1))
     improved = np.flatnonzero(~first & (now > before))
-    kept = np.concatenate([teaching if len(teaching) else fresh, improved])[: planner.batch]
+    kept = np.concatenate([with_signal if len(with_signal) else fresh, improved])[: planner.batch]
     return [*kept.tolist(), *draw_groups(planner, planner.batch - len(kept), batch.question[kept])]
 
 

@@ -62,7 +62,7 @@ class _MadeUp:
             key=self.rng.integers(1, 5, rows),
             penalty=np.zeros(rows),
             step=np.full(rows, step),
-            behaviour=np.zeros(rows),
+            old_log_probs_from=np.zeros(rows),
             text=[""] * rows,
             parts=[{} for _ in range(rows)],
             **{name: self.log_probs(batch) for name in SCORES},

@@ -139,7 +139,7 @@ class Replay:
             step: number of the step.
             multiple: their number is one of it: rounded up, or down where too few questions are left.
         """
-        missing = size - int(batch.teaches.sum())
+        missing = size - int(batch.has_signal.sum())
         if missing <= 0:
             return []
         more = self.more(missing + -missing % multiple, step, batch.question.tolist())
@@ -208,8 +208,8 @@ class Replay:
         """
         among = np.arange(batch.groups) if among is None else among
         if refilled:
-            teaching = among[batch.teaches[among]][:size]
-            among = teaching if len(teaching) else among
+            with_signal = among[batch.has_signal[among]][:size]
+            among = with_signal if len(with_signal) else among
         if self._settle is None:
             batch.fill(trained=among)
             return batch

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.columns import BEHAVIOURS, Ints, columns_of
+from exgrpo.train.common.columns import LOG_PROB_SOURCES, Ints, columns_of
 from exgrpo.train.common.records import TokenIds, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay.blocks import Places, TokenBlock, TokenBlocks, gather
@@ -49,15 +49,16 @@ class Stored(Sequence[Trajectory]):
             return [self[i] for i in range(*row.indices(len(self)))]
         block, start, length = (self.columns[name].item(row) for name in Places._fields)
         tokens = {
-            n: self.blocks[block].part(n, start, start + length) for n in ("token", "old_log_prob", "own", "kept")
+            n: self.blocks[block].part(n, start, start + length)
+            for n in ("token", "old_log_prob", "response_mask", "allowed_tokens")
         }
         plain = ("question", "finished", "reward", "step", "key", "penalty")
         return Trajectory(
             response=tokens["token"],
             log_prob=tokens["old_log_prob"],
-            written=None if tokens["own"].all() else tokens["own"],
-            kept=tokens["kept"] if len(tokens["kept"].ids) else None,
-            behaviour=BEHAVIOURS[self.columns["behaviour"][row]],
+            response_mask=None if tokens["response_mask"].all() else tokens["response_mask"],
+            allowed_tokens=tokens["allowed_tokens"] if len(tokens["allowed_tokens"].ids) else None,
+            old_log_probs_from=LOG_PROB_SOURCES[self.columns["old_log_probs_from"][row]],
             **{name: self.columns[name].item(row) for name in plain},
         )
 

@@ -167,7 +167,7 @@ class RolloutWorker:
             **{name: [row[i] for row in rows] for i, name in enumerate(("text", "reward", "key", "parts"), 1)},
             counts=counts,
         )
-        self.tokens += int(np.count_nonzero(batch.own))
+        self.tokens += int(np.count_nonzero(batch.response_mask))
         self._unreported += [str(one) for one in counts.failures if one.kind not in self._reported]
         self._reported |= {one.kind for one in counts.failures}
         return batch

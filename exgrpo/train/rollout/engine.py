@@ -26,7 +26,7 @@ class Sampling:
         stop: strings that end an answer, besides EOS.
         top_k: number of most likely tokens to sample from; 0: all.
         min_p: minimum probability relative to the most likely token; 0: off.
-        kept: True if rollouts carry, for each token, the ids that top-p, top-k and min-p allowed.
+        allowed_tokens: True if rollouts carry, for each token, the ids that top-p, top-k and min-p allowed.
     """
 
     max_tokens: int
@@ -36,7 +36,7 @@ class Sampling:
     stop: Stops = NO_STOPS
     top_k: int = 0
     min_p: float = 0.0
-    kept: bool = False
+    allowed_tokens: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,8 +57,8 @@ class Stops:
             return answer
         parts = {"response": answer.response, "log_prob": answer.log_prob, "entropy": answer.entropy}
         shorter: dict[str, Any] = {name: of[:length].copy() for name, of in parts.items() if of is not None}
-        kept = None if answer.kept is None else answer.kept[:length]
-        return replace(answer, finished=True, kept=kept, **shorter)
+        allowed_tokens = None if answer.allowed_tokens is None else answer.allowed_tokens[:length]
+        return replace(answer, finished=True, allowed_tokens=allowed_tokens, **shorter)
 
     def _stopped(self, tokens: Tokens) -> bool:
         return bool(self.strings) and _start(self.decode(tokens), self.strings) is not None
@@ -72,7 +72,11 @@ def text_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> str:
     if not answer.finished:
         return decode(answer.response)
     text = decode(answer.response) if stop else ""
-    last = text if answer.written is None or not stop else decode(answer.response[_last_turn(answer.written) :])
+    last = (
+        text
+        if answer.response_mask is None or not stop
+        else decode(answer.response[_last_turn(answer.response_mask) :])
+    )
     start = _start(last, stop)
     return decode(answer.response[:-1]) if start is None else text[: len(text) - len(last) + start]
 
@@ -89,9 +93,9 @@ def parts_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> list[str
 
 
 def _turns(answer: Rollout) -> list[TokenIds]:
-    if answer.written is None:
+    if answer.response_mask is None:
         return [answer.response]
-    return np.split(answer.response, np.flatnonzero(np.diff(answer.written)) + 1)
+    return np.split(answer.response, np.flatnonzero(np.diff(answer.response_mask)) + 1)
 
 
 def _last_turn(written: Mask) -> int:

@@ -116,9 +116,12 @@ class Encoding:
         ids, prompt = trace.response_ids, trace.prompt_ids
         if ids is None or prompt is None or tuple(prompt.tolist()) != question.prompt:
             return False
-        if not len(ids) or max(ids.max(), trace.kept.ids.max() if trace.kept else 0) >= self.vocabulary:
+        if (
+            not len(ids)
+            or max(ids.max(), trace.allowed_tokens.ids.max() if trace.allowed_tokens else 0) >= self.vocabulary
+        ):
             return False
-        answer = Rollout(ids, trace.finished, written=trace.written)
+        answer = Rollout(ids, trace.finished, response_mask=trace.response_mask)
         return text_of(answer, self.tokenizer.decode, question.stops(self.stop)) == trace.response
 
     def tokens(self, traces: Sequence[Trace]) -> list[tuple[TokenIds, bool]]:
@@ -169,7 +172,7 @@ def _listed(counts: Counter[str]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    # Until they are known, the reward of `one` is NaN and its behaviour "unknown".
+    # Until they are known, the reward of `one` is NaN and `old_log_probs_from` "unknown".
     question: Question
     one: Trajectory
     text: str | None
@@ -229,7 +232,7 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
         for (trace, question), own in zip(found, same, strict=True):
             tokens, finished = (trace.response_ids, trace.finished) if own else next(others)
             assert tokens is not None
-            if trace.written is not None and not own:  # its text does not say who wrote what
+            if trace.response_mask is not None and not own:  # its text does not say who wrote what
                 started.left_out["with replies of an environment in tokens of another model"] += 1
             elif not len(tokens):
                 started.left_out["without a token"] += 1
@@ -246,9 +249,9 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
     rule = run.replay.setting.experience.start_log_prob
-    kept = trace.kept if own and run.cuts else None
+    allowed_tokens = trace.allowed_tokens if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
-    may = may and own and kept is trace.kept and trace.behaviour != "unknown"
+    may = may and own and allowed_tokens is trace.allowed_tokens and trace.old_log_probs_from != "unknown"
     known = trace.log_prob if may else None
     one = Trajectory(
         question=question.index,
@@ -257,10 +260,10 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
         finished=finished,
         reward=math.nan if trace.reward is None else trace.reward,
         step=0,
-        behaviour="unknown" if known is None else trace.behaviour or "engine",
+        old_log_probs_from="unknown" if known is None else trace.old_log_probs_from or "engine",
         key=trace.key,
-        written=trace.written,
-        kept=kept,
+        response_mask=trace.response_mask,
+        allowed_tokens=allowed_tokens,
     )
     text = trace.response if trace.reward is None else None
     more = {name: value for name, value in trace.more.items() if own or COLUMNS[name].axis == "row"}
@@ -309,7 +312,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     if run.replay.setting.experience.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
-    unknown = [row for row in rows if row.one.behaviour == "unknown"]
+    unknown = [row for row in rows if row.one.old_log_probs_from == "unknown"]
     started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
@@ -318,7 +321,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
         batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)
         for place, row in enumerate(chunk):
-            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], behaviour="trainer")
+            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], old_log_probs_from="trainer")
 
 
 def _success_counts(rows: Sequence[_Row], setting: MethodOptions) -> dict[int, float]:

@@ -23,9 +23,9 @@ from pydantic import (
 )
 
 from exgrpo.train.common import jsonl, plain
-from exgrpo.train.common.columns import COLUMNS, Column
+from exgrpo.train.common.columns import COLUMNS, EARLIER, Column, renamed
 from exgrpo.train.common.errors import DataError, os_errors_as, shown
-from exgrpo.train.common.records import Behaviour, KeptSets
+from exgrpo.train.common.records import AllowedTokens, LogProbSource
 from exgrpo.train.config.section import explain
 from exgrpo.train.data.files import parquet_values
 from exgrpo.train.data.questions import Question
@@ -76,14 +76,14 @@ def _written(value: Any) -> npt.NDArray[np.bool_]:
     return given.astype(bool)
 
 
-def _sets(value: Any) -> KeptSets:
+def _sets(value: Any) -> AllowedTokens:
     try:
-        kept = KeptSets.of([_token_ids(words) for words in value])
+        allowed_tokens = AllowedTokens.of([_token_ids(ids) for ids in value])
     except (TypeError, ValueError):
         raise ValueError("it must be a list of lists of token ids") from None
-    if any(len(np.unique(words)) < len(words) for words in kept.lists()):
+    if any(len(np.unique(ids)) < len(ids) for ids in allowed_tokens.lists()):
         raise ValueError("it must be lists of token ids, each once")
-    return kept
+    return allowed_tokens
 
 
 TokenIds = Annotated[npt.NDArray[np.int32], PlainValidator(_token_ids)]
@@ -105,9 +105,9 @@ class Trace(BaseModel):
     response_ids: TokenIds | None = None
     response: str
     log_prob: Annotated[npt.NDArray[np.float32], PlainValidator(_log_probs)] | None = None
-    written: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = None
-    kept: Annotated[KeptSets, PlainValidator(_sets)] | None = None
-    behaviour: Behaviour | None = None
+    response_mask: Annotated[npt.NDArray[np.bool_], PlainValidator(_written)] | None = None
+    allowed_tokens: Annotated[AllowedTokens, PlainValidator(_sets)] | None = None
+    old_log_probs_from: LogProbSource | None = None
     model: str | None = None
     finished: bool = True
     reward: Number | None = None
@@ -122,7 +122,7 @@ class Trace(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _there(cls, row: dict[str, Any]) -> dict[str, Any]:
-        row = {name: cell for name, cell in row.items() if cell is not None}
+        row = renamed({name: cell for name, cell in row.items() if cell is not None})
         further = {name: one for name, one in further_columns().items() if one.trace in row}
         return {**row, "more": {name: _values(one, row[one.trace]) for name, one in further.items()}}
 
@@ -131,18 +131,18 @@ class Trace(BaseModel):
         if self.question is None and self.prompt_ids is None:
             raise ValueError("nothing names the question: question, problem and prompt_ids are missing")
         tokens = np.empty(0, np.int32) if self.response_ids is None else self.response_ids
-        given = {name: getattr(self, name) for name in ("log_prob", "written", "kept")}
+        given = {name: getattr(self, name) for name in ("log_prob", "response_mask", "allowed_tokens")}
         for name, values in (given | {n: v for n, v in self.more.items() if COLUMNS[n].axis == "token"}).items():
             if values is not None and len(values) != len(tokens):
                 raise ValueError(f"{len(values)} {name} for {len(tokens)} response_ids")
-        sets = self.kept.lists() if self.kept else []
-        if any(len(words) and token not in words for token, words in zip(tokens, sets, strict=False)):
-            raise ValueError("kept lacks a token of response_ids")
+        sets = self.allowed_tokens.lists() if self.allowed_tokens else []
+        if any(len(ids) and token not in ids for token, ids in zip(tokens, sets, strict=False)):
+            raise ValueError("allowed_tokens lacks a token of response_ids")
         if self.group_successes > self.group_answers:
             raise ValueError(f"{self.group_successes} group_successes of {self.group_answers} group_answers")
         # As of a `Trajectory`.
-        self.written = None if self.written is None or self.written.all() else self.written
-        self.kept = self.kept if self.kept and len(self.kept.ids) else None
+        self.response_mask = None if self.response_mask is None or self.response_mask.all() else self.response_mask
+        self.allowed_tokens = self.allowed_tokens if self.allowed_tokens and len(self.allowed_tokens.ids) else None
         return self
 
 
@@ -250,7 +250,7 @@ def read_traces(source: Path) -> Iterator[Trace]:
 
 
 def _traces(path: Path) -> Iterator[Trace]:
-    known = {"problem", *Trace.model_fields, *(one.trace for one in trace_columns().values())}
+    known = {"problem", *EARLIER, *Trace.model_fields, *(one.trace for one in trace_columns().values())}
     for place, value in read_values(path, known):
         try:
             yield parse_as(Trace, value, "trace")

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, write_checked
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.files import read_rows
@@ -56,7 +56,7 @@ def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Tr
     response = ids(text, eos=changes.get("finished", True))
     log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
     values = {"finished": True, "reward": 1.0, "step": 3, **changes}
-    values["kept"] = KeptSets.of(sets(response)) if values.pop("cut", False) else None
+    values["allowed_tokens"] = AllowedTokens.of(sets(response)) if values.pop("cut", False) else None
     return Trajectory(question=question, response=response, log_prob=log_prob, **values)
 
 
@@ -67,7 +67,7 @@ def some(count: int = 3) -> list[Trajectory]:
         gold = questions()[question].gold
         made += [
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
-            trajectory(question, f"\\boxed{{{gold}}}", seed=1, behaviour="engine", step=1, cut=question == 1),
+            trajectory(question, f"\\boxed{{{gold}}}", seed=1, old_log_probs_from="engine", step=1, cut=question == 1),
         ]
     return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
 
@@ -76,7 +76,7 @@ def with_reply() -> Trajectory:
     """An answer of which an environment has written some tokens."""
     told = trajectory(1, "7 + 8 = 15\\boxed{15}", seed=3)
     written = ~np.isin(np.arange(len(told.response)), (4, 5))
-    return dataclasses.replace(told, written=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
+    return dataclasses.replace(told, response_mask=written, log_prob=np.where(written, told.log_prob, np.float32(0)))
 
 
 def make_run(
@@ -122,11 +122,16 @@ def make_run(
 
 
 def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
-    names = {"question", "finished", "reward", "step", "behaviour", "key"} - set(besides)
+    names = {"question", "finished", "reward", "step", "old_log_probs_from", "key"} - set(besides)
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
     log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
-    plain = plain and lists(a.kept) == lists(b.kept)
-    return plain and log_prob and np.array_equal(a.response, b.response) and np.array_equal(a.written, b.written)
+    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
+    return (
+        plain
+        and log_prob
+        and np.array_equal(a.response, b.response)
+        and np.array_equal(a.response_mask, b.response_mask)
+    )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:

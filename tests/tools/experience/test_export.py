@@ -39,9 +39,13 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert tuple(row["prompt_ids"]) == question.prompt
         assert row["response_ids"] == one.response.tolist()
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
-        assert row["written"] == (None if one.written is None else one.written.tolist())
-        assert row["kept"] == lists(one.kept)
-        assert (row["behaviour"], row["finished"], row["reward"]) == (one.behaviour, one.finished, one.reward)
+        assert row["response_mask"] == (None if one.response_mask is None else one.response_mask.tolist())
+        assert row["allowed_tokens"] == lists(one.allowed_tokens)
+        assert (row["old_log_probs_from"], row["finished"], row["reward"]) == (
+            one.old_log_probs_from,
+            one.finished,
+            one.reward,
+        )
         assert (row["step"], row["key"], row["model"]) == (one.step, one.key, "builtin:arithmetic")
         assert (row["advantage"], row["group_successes"], row["group_answers"]) == (0.25 + i, 1 + i % 2, 3)
         assert row["replays"] == i

@@ -117,7 +117,7 @@ def test_a_run_begins_with_what_the_files_of_a_project_say(tmp_path, name):
     trainer = arithmetic(tmp_path, tmp_path / "set")
     assert said(trainer) == expected
     # None of them has log-probs: they are those of the policy at the start.
-    assert {one.behaviour for one in stored(trainer)} == {"trainer"}
+    assert {one.old_log_probs_from for one in stored(trainer)} == {"trainer"}
     assert sum(len(batch) for batch, _ in trainer.policy.scored) == len(expected)
 
 
@@ -136,7 +136,7 @@ def test_token_ids_and_log_probs_come_as_they_are_and_their_text_by_a_tokenizer(
     (one,) = stored(trainer)
     np.testing.assert_array_equal(one.response, response)
     np.testing.assert_array_equal(one.log_prob, np.full(len(response), -0.25, np.float32))
-    assert (one.behaviour, one.reward) == ("engine", 1.0)
+    assert (one.old_log_probs_from, one.reward) == ("engine", 1.0)
     assert not trainer.policy.scored
 
 
@@ -237,7 +237,7 @@ SOUND = [
     (VERL, verl(0, "1", 1.0)),
     (TRL | {"reward": "a+b"}, {"step": 1, "prompt": user("1"), "completion": user("1"), "a": 1.0, "b": 2}),
     ({"finished": "done"}, {"problem": "1", "answer": "2", "response": ["1"], "done": [True], "source": "s"}),
-    ({}, {"question": "1", "response": "2", "response_ids": [1], "log_prob": [-1.0], "kept": [[1, 2]]}),
+    ({}, {"question": "1", "response": "2", "response_ids": [1], "log_prob": [-1.0], "allowed_tokens": [[1, 2]]}),
 ]
 
 

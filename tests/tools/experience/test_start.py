@@ -96,12 +96,12 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     assert same(stored(arithmetic(tmp_path, tmp_path / "set"))[-1], with_reply(), besides=["step"])
     (file,) = (tmp_path / "set" / "data").iterdir()
     rows = pq.read_table(file).to_pylist()
-    assert [row["written"] is None for row in rows] == [*[True] * 7, False]
-    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "kept": None} for row in rows]
+    assert [row["response_mask"] is None for row in rows] == [*[True] * 7, False]
+    others = [{**row, "response_ids": [*row["response_ids"][:-1], 999_999], "allowed_tokens": None} for row in rows]
     write(tmp_path / "other.jsonl", *others)
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
-    assert all(one.written is None for one in stored(trainer))
+    assert all(one.response_mask is None for one in stored(trainer))
 
 
 def test_what_the_prompt_ends_with_does_not_come_twice(tmp_path):
@@ -131,12 +131,12 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     own_path = "builtin:arithmetic"
     rows = [
         {
-            **trace(0, f"5 {number} 9", reward=1, model=model, behaviour=behaviour),
+            **trace(0, f"5 {number} 9", reward=1, model=model, old_log_probs_from=old_log_probs_from),
             "prompt_ids": [0, 2],
             "response_ids": [5, number, 9, EOS],
             "log_prob": [-1, -2, -3, -4.0],
         }
-        for number, (model, behaviour) in enumerate(
+        for number, (model, old_log_probs_from) in enumerate(
             [(own_path, "engine"), ("other", "engine"), (None, "trainer"), (own_path, "unknown")]
         )
     ]
@@ -146,21 +146,21 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     given = np.array([-1, -2, -3, -4], np.float32)
 
     trainer, started = begin(path, **temperature)
-    assert [one.behaviour for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
+    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, *own[1:]])
     assert "3 with log-probs of this run's policy" in str(started)
     trainer, _ = begin(path, **temperature, **{"experience.start_log_prob": "keep"})
-    assert [one.behaviour for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
+    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, given, given, own[3]])
     trainer, started = begin(path, **temperature, **{"experience.start_log_prob": "unknown"})
-    assert {one.behaviour for one in stored(trainer)} == {"unknown"}
+    assert {one.old_log_probs_from for one in stored(trainer)} == {"unknown"}
     assert not np.any([one.log_prob for one in stored(trainer)])
     assert str(started).endswith("; 4 without log-probs: their writer counts as certain")
 
 
 @pytest.mark.parametrize("cuts", [True, False])
 def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thread, cuts):
-    """RLEP: another run's successes, with old log-probs of this run's policy, among the words that were kept."""
+    """RLEP: another run's successes, with old log-probs of this run's policy, among the allowed tokens."""
     encoding = encoding_of(pretrained())
     rows = pq.read_table(exported / "data").to_pylist()
     source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
@@ -169,17 +169,17 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), rollout_worker)
     run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
     assert f"; {len(some())} with log-probs" in str(start_experience(run, encoding))
-    assert sum(one.kept is not None for one in stored(trainer)) == (1 if cuts else 0)
+    assert sum(one.allowed_tokens is not None for one in stored(trainer)) == (1 if cuts else 0)
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)
     for one in stored(trainer):
         prompt = runs.questions()[one.question].prompt
         tokens = torch.tensor([[*prompt, *one.response.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / 0.7
-        logits = logits if one.kept is None else among(logits, one.kept)
+        logits = logits if one.allowed_tokens is None else among(logits, one.allowed_tokens)
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
-        assert one.behaviour == "trainer"
+        assert one.old_log_probs_from == "trainer"
 
 
 def test_texts_are_encoded_and_end_with_one_eos(tmp_path):

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from exgrpo.tools.experience.convert import answers_of
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.traces import check_traces, read_traces
 from tests.tools.experience.runs import write_parquet
@@ -29,18 +30,18 @@ BAD = [
     ),
     ({"reward": float("inf")}, "reward: Input should be a finite number (got inf)"),
     ({"finished": 1}, "finished: Input should be a valid boolean (got 1)"),
-    ({"behaviour": "me"}, "behaviour: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
+    ({"old_log_probs_from": "me"}, "old_log_probs_from: Input should be 'trainer', 'engine' or 'unknown' (got 'me')"),
     ({"group_successes": 3, "group_answers": 2}, "3 group_successes of 2 group_answers"),
     ({"key": -1}, "key: Input should be greater than or equal to 0 (got -1)"),
-    ({"response_ids": [5, 7], "written": [True]}, "1 written for 2 response_ids"),
+    ({"response_ids": [5, 7], "response_mask": [True]}, "1 response_mask for 2 response_ids"),
     *(
-        ({"response_ids": [5, 7], "written": marks}, "written: it must be")
+        ({"response_ids": [5, 7], "response_mask": marks}, "response_mask: it must be")
         for marks in ([0, 0], [False, False], "yes")  # numbers, nothing of the policy, text
     ),
-    ({"response_ids": [5, 7], "kept": [[5]]}, "1 kept for 2 response_ids"),
-    ({"response_ids": [5, 7], "kept": [[5], [6]]}, "kept lacks a token of response_ids"),
+    ({"response_ids": [5, 7], "allowed_tokens": [[5]]}, "1 allowed_tokens for 2 response_ids"),
+    ({"response_ids": [5, 7], "allowed_tokens": [[5], [6]]}, "allowed_tokens lacks a token of response_ids"),
     *(
-        ({"response_ids": [5, 7], "kept": words}, "kept: it must be")
+        ({"response_ids": [5, 7], "allowed_tokens": words}, "allowed_tokens: it must be")
         for words in ([[5, 5], []], [[5, -1], []], [[5.5], []], 5, ["a", []])  # twice, no token ids, no lists
     ),
 ]
@@ -57,8 +58,8 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "prompt_ids": [4, 5],
         "response_ids": [6, 7],
         "log_prob": [-0.5, 0.0],
-        "kept": [[], [3, 7]],
-        "behaviour": "engine",
+        "allowed_tokens": [[], [3, 7]],
+        "old_log_probs_from": "engine",
         "model": "m",
         "answer": "so 1 #### 2 ",
         "finished": False,
@@ -83,9 +84,27 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
     )
     assert (first.log_prob.tolist(), first.log_prob.dtype) == ([-0.5, 0.0], np.float32)
     assert (second.question, second.response, second.answer, second.reward) == ("1 + 1", "2", None, None)
-    assert lists(first.kept) == [[], [3, 7]]
-    assert second.kept is second.response_ids is second.log_prob is second.prompt_ids is second.behaviour is None
+    assert lists(first.allowed_tokens) == [[], [3, 7]]
+    assert (
+        second.allowed_tokens
+        is second.response_ids
+        is second.log_prob
+        is second.prompt_ids
+        is second.old_log_probs_from
+        is None
+    )
     assert (second.finished, second.group_successes, second.group_answers, second.key) == (True, 0, 0, 0)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_columns_are_read_under_the_names_that_they_had(tmp_path, write):
+    was = {"response_ids": [6, 7], "written": [True, False], "kept": [[], [3, 7]], "behaviour": "engine"}
+    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **was}])
+    (trace,) = read_traces(path)
+    assert (trace.response_mask.tolist(), trace.old_log_probs_from) == ([True, False], "engine")
+    assert lists(trace.allowed_tokens) == [[], [3, 7]]
+    (answer,) = answers_of({**ROW, **was}, {})
+    assert [answer[name] for name in ("response_mask", "allowed_tokens", "old_log_probs_from")] == [*was.values()][1:]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)

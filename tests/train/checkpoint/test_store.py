@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.checkpoint.store import ExperienceStore, file_names
+from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.columns import columns_of
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import blocks
 from exgrpo.train.replay.table import Table, pack
@@ -26,11 +26,13 @@ def trajectory(question: int, seed: int) -> Trajectory:
         finished=bool(seed % 2),
         reward=1.0 + seed / 3,
         step=seed,
-        behaviour=("trainer", "engine", "unknown")[seed % 3],
+        old_log_probs_from=("trainer", "engine", "unknown")[seed % 3],
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
-        written=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
-        kept=KeptSets.of([range(seed % 7 + i) for i in range(length)]) if seed % 3 and length > 1 else None,
+        response_mask=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
+        allowed_tokens=AllowedTokens.of([range(seed % 7 + i) for i in range(length)])
+        if seed % 3 and length > 1
+        else None,
     )
 
 
@@ -40,10 +42,10 @@ def add(table: Table, trajectories: list[Trajectory]) -> None:
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
-    names = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
+    names = ("question", "finished", "reward", "step", "old_log_probs_from", "key", "penalty")
     plain = all(getattr(a, name) == getattr(b, name) for name in names)
-    arrays = ("response", "log_prob", "written")
-    plain = plain and lists(a.kept) == lists(b.kept)
+    arrays = ("response", "log_prob", "response_mask")
+    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
     return plain and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
 
 
@@ -126,12 +128,33 @@ def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypat
     assert held < len(kept) * (2 * 8 * tokens + 300) + 50_000
 
 
+WAS = {"response_mask": "own", "allowed_tokens": "kept", "old_log_probs_from": "behaviour"}
+"""Columns whose names were others before."""
+
+
+def test_answers_are_read_under_the_names_that_their_columns_had(tmp_path):
+    def earlier(arrays):
+        parts = {name: name.split(".") for name in arrays}
+        return {".".join(WAS.get(part, part) for part in parts[name]): array for name, array in arrays.items()}
+
+    answers = pack([trajectory(i, i) for i in range(50)])
+    arrays = ExperienceStore(tmp_path).save(answers)
+    names = [write_checked(tmp_path, earlier(read_checked(tmp_path, name))) for name in file_names(arrays)]
+    assert file_names(arrays) != names
+    arrays = {**earlier(arrays), "blocks": np.array([list(bytes.fromhex(name)) for name in names], np.uint8)}
+    assert all(map(same, ExperienceStore(tmp_path).load(arrays), answers))
+
+
 def test_tokens_are_loaded_into_files(tmp_path):
     answers = pack([trajectory(i, i) for i in range(50)])
     index = ExperienceStore(tmp_path / "store").save(answers)
     loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
     columns = [block.columns for block in loaded.blocks.values()]
-    arrays = [array for one in columns for array in (one["token"], one["old_log_prob"], one["own"], one["kept"].ids)]
+    arrays = [
+        array
+        for one in columns
+        for array in (one["token"], one["old_log_prob"], one["response_mask"], one["allowed_tokens"].ids)
+    ]
     assert all(isinstance(array.base, np.memmap) for array in arrays)
     assert all(map(same, loaded, answers))
     for name in columns_of("group", "row", stored=True):

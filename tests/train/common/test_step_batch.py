@@ -17,7 +17,7 @@ RESPONSES = st.lists(st.integers(0, 50), max_size=4)
 
 def rows(replayed: bool) -> st.SearchStrategy[list[Row]]:
     made = st.builds(Row, reward=REWARDS, response=RESPONSES, replayed=st.just(replayed))
-    cut = made.map(lambda row: replace(row, kept=sets(row.response)))
+    cut = made.map(lambda row: replace(row, allowed_tokens=sets(row.response)))
     return st.lists(made | cut, max_size=4)
 
 
@@ -36,7 +36,7 @@ def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[
             float(row.reward),
             bool(row.replayed),
             row.old_log_prob.tolist(),
-            lists(row.kept) if batch.has("kept") else [[]] * len(row.token),
+            lists(row.allowed_tokens) if batch.has("allowed_tokens") else [[]] * len(row.token),
         )
         for number, row in zip(batch.group, rows_of(batch), strict=True)
     ]
@@ -46,7 +46,7 @@ def expected(of_groups: list[tuple[int, list[Row]]]) -> list:
     return [
         (
             *(i, question, list(row.response), row.reward, row.replayed, [-0.5] * len(row.response)),
-            [[]] * len(row.response) if row.kept is None else row.kept,
+            [[]] * len(row.response) if row.allowed_tokens is None else row.allowed_tokens,
         )
         for i, (question, of_group) in enumerate(of_groups)
         for row in of_group
@@ -79,18 +79,18 @@ def test_numbers_of_groups_are_those_of_their_lists(data, count):
     of_groups = data.draw(groups(count, replayed=False))
     batch = make_batch(of_groups)
     rewards = [[row.reward for row in of_group] for _, of_group in of_groups]
-    assert batch.teaches.tolist() == [len(set(of)) > 1 for of in rewards]
+    assert batch.has_signal.tolist() == [len(set(of)) > 1 for of in rewards]
     means = [np.mean(of) if of else np.nan for of in rewards]
     np.testing.assert_allclose(batch.mean(batch.reward), means, rtol=1e-12)
-    assert batch.written.tolist() == [len(row.response) for _, of in of_groups for row in of]
+    assert batch.num_tokens.tolist() == [len(row.response) for _, of in of_groups for row in of]
 
 
 def test_a_token_that_the_policy_did_not_write_is_no_token_of_its_own():
-    batch = make_batch([(1, [Row(response=[1, 2, 3], own=[True, False, True], log_prob=[-1, 0, -3]), Row()])])
-    assert batch.written.tolist() == [2, 2]
+    batch = make_batch([(1, [Row(response=[1, 2, 3], response_mask=[True, False, True], log_prob=[-1, 0, -3]), Row()])])
+    assert batch.num_tokens.tolist() == [2, 2]
     assert batch.of_row(0, batch.old_log_prob).tolist() == [-1, -3]
-    assert batch.answer(0).written.tolist() == [True, False, True]
-    assert batch.answer(1).written is None
+    assert batch.answer(0).response_mask.tolist() == [True, False, True]
+    assert batch.answer(1).response_mask is None
 
 
 def test_what_nobody_has_filled_cannot_be_read_and_what_is_filled_in_part_is_nothing_elsewhere():
@@ -110,4 +110,4 @@ def test_equal_prompts_of_answers_that_are_scored_are_one_question():
     batch = StepBatch.of_answers(prompts, [Rollout(np.array([n], np.int32), True) for n in range(3)])
     assert batch.question.tolist() == [0, 1, 0]
     assert np.isnan(batch.engine_log_prob).all()
-    assert batch.own.all()
+    assert batch.response_mask.all()

@@ -96,7 +96,7 @@ def test_a_parsers_message_has_no_frame_where_the_output_is_not_in_unicode():
 
 def test_what_is_sampled_from_in_training_changes_no_evaluation(tmp_path):
     config = load_recipe(write(tmp_path, f"base: {DEFAULT_RUN}\nrollout.top_p: 0.9"))
-    assert config.rollout.cut == {"top_p": 0.9, "top_k": 0, "min_p": 0.0, "kept": True}
+    assert config.rollout.cut == {"top_p": 0.9, "top_k": 0, "min_p": 0.0, "allowed_tokens": True}
     assert {asked.top_p for asked in held_out_sets(config).values()} == {1.0}
     assert parse_args(["--evaluation.top_p", "0.9"]).rollout.cut == {}
     assert parse_args(["--rollout.top_k", "20", "--rollout.engine", "vllm"]).rollout.cut["top_k"] == 20

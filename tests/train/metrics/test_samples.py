@@ -125,11 +125,11 @@ def decode(tokens):
 def test_what_an_environment_wrote_is_a_part_of_its_own(stop):
     response = np.array([*b"1+1=", *b" 2!", *b" is=", 0] if not stop else [*b"1+1=", *b" 2!", *b" is="], np.int32)
     own = np.array([True] * 4 + [False] * 3 + [True] * (len(response) - 7))
-    answer = Rollout(response, True, written=own)
+    answer = Rollout(response, True, response_mask=own)
     parts = parts_of(answer, decode, stop)
     assert parts == ["1+1=", " 2!", " is" if stop else " is="]
     assert "".join(parts) == text_of(answer, decode, stop)
-    cut = Rollout(response, False, written=own)
+    cut = Rollout(response, False, response_mask=own)
     assert parts_of(cut, decode, stop) == turns_of(cut, decode)
     alone = Rollout(response[:4], True)
     assert parts_of(alone, decode, stop) == [text_of(alone, decode, stop)]

@@ -29,7 +29,7 @@ def row(length: int, reward: float, **more) -> Row:
 
 def with_advantages(*groups: list[Row], **columns) -> StepBatch:
     rows = sum(map(len, groups))
-    batch = make_batch(list(enumerate(groups)), **{"learnt": np.ones(rows, bool), **columns})
+    batch = make_batch(list(enumerate(groups)), **{"loss_mask": np.ones(rows, bool), **columns})
     batch.fill(ratio_log_prob=batch.old_log_prob)
     fill_advantages(batch, ObjectiveConfig())
     return batch
@@ -76,7 +76,7 @@ def test_normalizer_counts_the_whole_minibatch(normalize, normalizer):
 def test_with_an_entropy_bonus_every_row_stays():
     minibatch = whole(with_advantages([row(3, 1.0), row(5, 1.0)]), ObjectiveConfig(entropy_coef=0.1))
     assert len(minibatch.rows) == 2
-    assert not minibatch.teaches
+    assert not minibatch.has_signal
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
@@ -168,7 +168,7 @@ def test_without_scores_before_it_ratios_refer_to_the_policy_of_the_update():
 
 def test_rows_that_are_not_learnt_count_and_carry_no_gradient():
     objective = ObjectiveConfig(normalize="token", entropy_coef=0.1)
-    batch = with_advantages(*([row(2, 1.0), row(4, 0.0)] for _ in range(2)), learnt=[False, False, True, True])
+    batch = with_advantages(*([row(2, 1.0), row(4, 0.0)] for _ in range(2)), loss_mask=[False, False, True, True])
     minibatch = whole(batch, objective)
     assert (minibatch.normalizer, minibatch.tokens) == (12, 12)
     assert minibatch.rows.tolist() == [2, 3]

@@ -31,10 +31,16 @@ def compared(seed: int = 0) -> StepBatch:
     """Answers that the engine has sampled, the third one with tokens of an environment, and a replayed one."""
     rng = np.random.default_rng(seed)
     rows = [
-        Row(1.0, range(n), rng.normal(-2, 1, n), own=np.arange(n) % 3 > 0 if i == 2 else True, behaviour=ENGINE)
+        Row(
+            1.0,
+            range(n),
+            rng.normal(-2, 1, n),
+            response_mask=np.arange(n) % 3 > 0 if i == 2 else True,
+            old_log_probs_from=ENGINE,
+        )
         for i, n in enumerate(LENGTHS)
     ]
-    batch = make_batch([(0, [*rows, Row(1.0, range(4), -3.0, replayed=True, behaviour=ENGINE)])])
+    batch = make_batch([(0, [*rows, Row(1.0, range(4), -3.0, replayed=True, old_log_probs_from=ENGINE)])])
     moved = rng.normal(np.repeat([0, 0.1, -0.1, 0, 0.05, 0, 0], [*LENGTHS, 4]), SPREAD)
     batch.fill(log_prob=batch.old_log_prob + moved, advantage=[*ADVANTAGE, 1.0])
     return batch
@@ -96,7 +102,7 @@ def test_a_correction_is_that_of_verl(verl, name, narrow):
     batch = fresh(compared())
     given = options(name, correction_bounds=NARROW[name] if narrow else None)
     found = corrected(batch, given)
-    log_ratio, mask = padded(batch, batch.log_prob - batch.old_log_prob), padded(batch, batch.own)
+    log_ratio, mask = padded(batch, batch.log_prob - batch.old_log_prob), padded(batch, batch.response_mask)
     low, high = given.bounds
     if name == "geometric_mask":  # verl bounds engine / trainer
         kept, _ = verl.compute_rollout_rejection_mask(log_ratio, mask, "seq_mean_k1", f"{1 / high}_{1 / low}")
@@ -108,9 +114,9 @@ def test_a_correction_is_that_of_verl(verl, name, narrow):
         expected = flat(batch, weights)
         metrics = correct(batch, np.arange(len(batch)), given)
         assert metrics["correction/ess"] == pytest.approx(numbers["rollout_is_eff_sample_size"], rel=1e-5)
-    np.testing.assert_allclose(found.factor[batch.own], expected[batch.own], rtol=2e-5)
+    np.testing.assert_allclose(found.factor[batch.response_mask], expected[batch.response_mask], rtol=2e-5)
     if narrow:
-        assert 0 < found.outside[batch.own].mean() < 1
+        assert 0 < found.outside[batch.response_mask].mean() < 1
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.06, 0.2])
@@ -119,7 +125,7 @@ def test_the_mask_of_failures_is_that_of_trl(delta):
     batch = fresh(compared())
     keep = trl.GRPOTrainer.get_off_policy_mask(
         torch.tensor(ADVANTAGE)[:, None],
-        *(padded(batch, values) for values in (batch.log_prob, batch.old_log_prob, batch.own)),
+        *(padded(batch, values) for values in (batch.log_prob, batch.old_log_prob, batch.response_mask)),
         delta,
     )
     plain, masked = (corrected(batch, options("tis", opsm=given)).factor for given in (None, delta))
@@ -129,7 +135,7 @@ def test_the_mask_of_failures_is_that_of_trl(delta):
 def test_a_veto_drops_whole_answers():
     batch = fresh(compared())
     log_ratio = batch.log_prob - batch.old_log_prob
-    least = np.array([log_ratio[batch.at(i)][batch.own[batch.at(i)]].min() for i in range(len(batch))])
+    least = np.array([log_ratio[batch.at(i)][batch.response_mask[batch.at(i)]].min() for i in range(len(batch))])
     veto = float(np.exp(np.sort(least)[2] + 1e-4))  # above the least ratios of three answers
     factor = corrected(batch, options("tis", correction_veto=veto)).factor
     plain = corrected(batch, options("tis")).factor
@@ -143,7 +149,7 @@ def test_the_step_gets_weights_of_fresh_answers_and_numbers_of_its_own_tokens():
     metrics = correct(batch, np.array([0, 1, 2, 6, 2]), given)
     np.testing.assert_array_equal(batch.factor[batch.places(np.array([3, 4, 5, 6]))], 1)
     part = batch.take(np.array([0, 1, 2]))
-    own, ratio = part.own, np.exp((part.log_prob - part.old_log_prob).astype(np.float64))
+    own, ratio = part.response_mask, np.exp((part.log_prob - part.old_log_prob).astype(np.float64))
     vetoed = np.array([(ratio[part.at(i)][own[part.at(i)]] < 0.5).any() for i in range(3)])
     expected = np.where((ratio >= WIDE[0]) & (ratio <= WIDE[1]) & ~part.by_token(vetoed), ratio, 0)
     np.testing.assert_allclose(part.factor[own], expected[own], rtol=1e-6)
@@ -154,12 +160,12 @@ def test_the_step_gets_weights_of_fresh_answers_and_numbers_of_its_own_tokens():
         "correction/ratio": pytest.approx(ratio[own].mean()),
         "correction/ess": pytest.approx(expected[own].sum() ** 2 / (own.sum() * (expected[own] ** 2).sum())),
     }
-    batch.fill(behaviour=np.zeros(len(batch)))
+    batch.fill(old_log_probs_from=np.zeros(len(batch)))
     assert correct(batch, np.arange(len(batch)), given) == {}
 
 
 def test_tis_of_long_answers_is_finite():
-    batch = make_batch([(0, [Row(1.0, range(3000), -1.0, behaviour=ENGINE)])])
+    batch = make_batch([(0, [Row(1.0, range(3000), -1.0, old_log_probs_from=ENGINE)])])
     for move in (0.5, -0.5):
         batch.fill(log_prob=batch.old_log_prob + move, advantage=[1.0])
         for name in METHODS:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import SHARED, KeptSets, Rollout, Score, shared_prefix
+from exgrpo.train.common.records import SHARED, AllowedTokens, Rollout, Score, shared_prefix
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy import attention, layout
@@ -38,7 +38,12 @@ def rows(rng, lengths, *, observing=False, shared=0):
     batch = StepBatch.of_answers(
         [prompts[i % 3] for i in range(len(lengths))],
         [
-            Rollout(response, True, written=own, kept=KeptSets.of(sets(response * own)) if observing else None)
+            Rollout(
+                response,
+                True,
+                response_mask=own,
+                allowed_tokens=AllowedTokens.of(sets(response * own)) if observing else None,
+            )
             for response, own in zip(responses, written, strict=True)
         ],
     )

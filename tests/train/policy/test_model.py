@@ -51,7 +51,7 @@ def micro_batch(model, temperature, *, cut=False):
         torch.tensor([False, True])[:, None].expand(target.shape),
         (target >= 0).sum(1),
         int((target >= 0).sum()),
-        kept=kept_words(target) if cut else None,
+        allowed_tokens=allowed_sets(target) if cut else None,
     )
     log_prob = own_scores(model, batch, temperature)[0].detach()
     noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))
@@ -59,7 +59,7 @@ def micro_batch(model, temperature, *, cut=False):
     return dataclasses.replace(batch, old_log_prob=old)
 
 
-def kept_words(target):
+def allowed_sets(target):
     """Ids and offsets of sets for the tokens of a target [B, L]."""
     sizes = torch.tensor([0, 1, 2, 5, 30]).repeat(target.numel())[: target.numel()] * (target.flatten() >= 0)
     generator = torch.Generator().manual_seed(4)
@@ -75,10 +75,12 @@ def own_scores(model, batch, temperature):
     """Log-probs and entropies from the model's own logits, [B, L] in the model's dtype."""
     logits = model(batch.tokens).logits / temperature
     outside = torch.zeros(logits.shape, dtype=torch.bool)
-    if batch.kept is not None:
-        for flags, start, end in zip(outside.flatten(0, 1), batch.kept[1], batch.kept[1][1:], strict=False):
+    if batch.allowed_tokens is not None:
+        for flags, start, end in zip(
+            outside.flatten(0, 1), batch.allowed_tokens[1], batch.allowed_tokens[1][1:], strict=False
+        ):
             flags[:] = end > start
-            flags[batch.kept[0][start:end].long()] = False
+            flags[batch.allowed_tokens[0][start:end].long()] = False
     log_probs = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
     active = batch.target >= 0
     own = log_probs.gather(-1, batch.target.clamp(min=0)[..., None])[..., 0]

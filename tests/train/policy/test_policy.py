@@ -27,7 +27,7 @@ def case(model, term="shaped", *, objective=None, **more):
 
 def of_rows(case):
     """What the rows of a case have, as `tiny.row` takes it."""
-    return {name: case.get(name, False) for name in ("observing", "kept")}
+    return {name: case.get(name, False) for name in ("observing", "allowed_tokens")}
 
 
 ENTROPY, NO_ENTROPY = {"entropy_coef": 0.01}, {"entropy_coef": 0.0}
@@ -84,9 +84,9 @@ CASES = {
     "observations, whole answers": case(
         "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True
     ),
-    "kept words": case("tied", objective=ENTROPY, temperature=0.8, kept=True),
-    "kept words, whole answers": case(
-        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True, kept=True
+    "allowed tokens": case("tied", objective=ENTROPY, temperature=0.8, allowed_tokens=True),
+    "allowed tokens, whole answers": case(
+        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True, allowed_tokens=True
     ),
     "scaled logits": case("granite", objective=ENTROPY, temperature=0.6),
     "poison": case("tied", poison=True),
@@ -134,7 +134,7 @@ def full_log_probs(model, row, temperature):
     """[T, V] by full logits of one unpadded sequence, and [T] of its tokens, observations included."""
     tokens = torch.tensor([*row.prompt, *row.token])
     logits = model(tokens[None, :-1]).logits[0, len(row.prompt) - 1 :] / temperature
-    log_probs = (among(logits, row.kept) if hasattr(row, "kept") else logits).log_softmax(-1)
+    log_probs = (among(logits, row.allowed_tokens) if hasattr(row, "allowed_tokens") else logits).log_softmax(-1)
     return log_probs, log_probs[torch.arange(len(row.token)), tokens[len(row.prompt) :]]
 
 
@@ -145,7 +145,7 @@ def plogp(log_probs):
 
 def own(row, values):
     """Of the tokens that the policy wrote."""
-    return values[torch.from_numpy(row.own)]
+    return values[torch.from_numpy(row.response_mask)]
 
 
 def ratios(log_prob, row):
@@ -271,7 +271,7 @@ def test_scores_equal_full_logits(outcomes, folders, name):
     with torch.no_grad():
         full = torch.cat([full_log_probs(model, row, temperature)[0].double() for row in rows_of(batch)])
     targets = torch.from_numpy(batch.token).long()
-    counts = torch.from_numpy(batch.own).double()  # observations have neither
+    counts = torch.from_numpy(batch.response_mask).double()  # observations have neither
     torch.testing.assert_close(
         outcome["log_prob"].double(), counts * full.gather(1, targets[:, None])[:, 0], atol=1e-3, rtol=0
     )

@@ -101,7 +101,7 @@ def test_answers_have_the_references_log_probs_beside_them():
 
 def test_the_reference_does_not_read_what_nothing_is_learnt_from():
     groups = [(0, [Row(), Row(), Row(replayed=True)]), (1, [Row()]), (2, [Row()])]
-    batch = make_batch(groups, learnt=[True, False, True, True, True])
+    batch = make_batch(groups, loss_mask=[True, False, True, True, True])
     batch.fill(trained=np.array([2, 0]))
     asked = []
     reference = Reference(lambda part: asked.append(part.group.tolist()) or fake_score(part.token, 0))

@@ -141,8 +141,8 @@ def test_answers_are_scored_that_are_trained_on_or_stored(trained, stored_of, se
     batch = trainer.step(1).batch
     question = batch.question[batch.group]
     if "refills" in sections.get("rollout", {}):  # which of them are asked first, is drawn
-        teaching = [q for q in batch.question.tolist() if q in MIXED]
-        trained = set(teaching[:2])
+        with_signal = [q for q in batch.question.tolist() if q in MIXED]
+        trained = set(with_signal[:2])
     successes = sections.get("experience", {}).get("admit") is None
     expected = np.isin(question, list(trained))
     expected |= np.isin(question, list(stored_of)) & ((batch.reward == 1) | (not successes))

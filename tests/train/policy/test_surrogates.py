@@ -191,7 +191,7 @@ def test_coupled_answers_have_the_gradient_of_their_groups_variance(beta2, basel
     """Of u = reward / beta2 - S over each whole group; the trainer has taken the means from log-probs before."""
     rng = np.random.default_rng(0)
     groups = [[Row(float(rng.integers(2)), range(n), rng.normal(-2, 1, n)) for n in (3, 1, 4)] for _ in range(2)]
-    batch = make_batch(list(enumerate(groups)), learnt=np.ones(6, bool))
+    batch = make_batch(list(enumerate(groups)), loss_mask=np.ones(6, bool))
     objective = ObjectiveConfig(surrogate="coupled", normalize="answer", entropy_coef=0, beta2=beta2, baseline=baseline)
     fill_advantages(batch, objective)
     (minibatch,) = build_minibatches(batch, 1, rng, objective, 9, all_rows=True)

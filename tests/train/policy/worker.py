@@ -25,7 +25,7 @@ def main(result: Path, cases: list[dict]) -> None:
         clip = case.pop("clip", True)
         term = case.pop("term")
         poison = case.pop("poison", False)
-        of_rows = {name: case.pop(name, False) for name in ("observing", "kept")}
+        of_rows = {name: case.pop(name, False) for name in ("observing", "allowed_tokens")}
         config, source = tiny.config(folder, objective, **case), find_model(str(folder))
         policy = Policy(config, source, world)
         reference = make_reference(config, source, policy)

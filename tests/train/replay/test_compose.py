@@ -54,7 +54,7 @@ def split(batch: StepBatch, asked: int) -> tuple[list[StepBatch], list[StepBatch
     groups = {int(group): batch.take(batch.rows_of([group])) for group in batch.trained}
     assert set(range(asked, batch.groups)) <= set(groups)
     alone = [group for number, group in groups.items() if number >= asked]
-    assert all(group.replayed.all() and group.written.tolist() == group.length.tolist() for group in alone)
+    assert all(group.replayed.all() and group.num_tokens.tolist() == group.length.tolist() for group in alone)
     return [group for number, group in groups.items() if number < asked], alone
 
 
@@ -179,9 +179,9 @@ def test_beside_the_groups_that_teach_stand_single_stored_answers(of_step, ratio
     replay = replaying("beside", 8, dict.fromkeys(range(4), 2), advantage="stored", ratio=ratio)
     before = {tuple(one.response.tolist()) for one in replay.memory.all_trajectories()}
     fresh, alone = settled(replay, of_step, 8, 2)
-    teaching = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
-    assert [question_of(group) for group in fresh] == teaching
-    assert len(alone) == min(int(ratio * K * len(teaching) + 1e-9), len(before))
+    with_signal = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
+    assert [question_of(group) for group in fresh] == with_signal
+    assert len(alone) == min(int(ratio * K * len(with_signal) + 1e-9), len(before))
     rows = [row for group in alone for row in tokens(group)]
     assert len(set(rows)) == len(rows) == len(alone)
     assert [question_of(group) for group in alone] == [question for _, _, question in rows]
@@ -310,7 +310,7 @@ def test_groups_that_teach_are_joined_by_prompts_that_went_better_and_by_stored_
     assert all(group.step.tolist() == [1] * K for group in stored)
 
 
-def test_if_no_fresh_group_teaches_all_stay_and_surplus_goes():
+def test_if_no_fresh_group_has_a_signal_all_stay_and_surplus_goes():
     replay = replaying("bapo", 30, {0: 0}, hard=0.25, admit="in_band")
     fresh, _ = settled(replay, {10: 0, 11: K, 0: 2}, 2, 2)
     assert [question_of(group) for group in fresh] == [10, 11]

@@ -82,7 +82,7 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
         assert same(untimed(expected), untimed(again))
         for name in (*columns_of("row", "token"), "question", "group", "trained"):
             ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
-            if name == "kept":
+            if name == "allowed_tokens":
                 assert lists(ours) == lists(theirs) == (sets(expected.batch.token) if cut else None)
             else:
                 np.testing.assert_array_equal(ours, theirs)
@@ -172,14 +172,14 @@ def test_refills_ask_until_every_group_of_the_batch_has_a_gradient(refills):
     asked = [question for call in calls for question in call]
     assert result.batch.question.tolist() == asked
     assert len(asked) == len(set(asked)) == result.metrics["groups"]
-    teaching = [question for question in asked if 0 < SKILL[question] < 1]
+    with_signal = [question for question in asked if 0 < SKILL[question] < 1]
     assert len(calls[0]) == 6
     for number, call in enumerate(calls[1:], 1):
         before = [question for earlier in calls[:number] for question in earlier]
         assert len(call) == 6 - sum(0 < SKILL[question] < 1 for question in before), "as many as are missing"
-    assert (len(teaching) >= 6) == (refills == 10)
+    assert (len(with_signal) >= 6) == (refills == 10)
     trained = {row.question for row in updated(trainer)}
-    assert trained == set(teaching[:6] if refills else asked)
+    assert trained == set(with_signal[:6] if refills else asked)
     if refills == 10:
         assert result.metrics["idle_group_fraction"] == 0
     np.testing.assert_array_equal(np.flatnonzero(trainer.replay.memory.times), np.sort(asked))

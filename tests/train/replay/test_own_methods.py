@@ -209,11 +209,11 @@ def test_a_surrogate_that_needs_what_there_is_not_is_refused_before_the_run(tmp_
     [
         ("admit", "return True", "it gave True (bool); it gives an array with a bool for each of the 12 rows"),
         ("admit", "return batch.reward", "it gave an array [12] of float64; it gives an array with a bool for each"),
-        ("admit", "return batch.fresh & batch.learnt", "learnt of the batch is not filled yet ({line})"),
+        ("admit", "return batch.fresh & batch.loss_mask", "loss_mask of the batch is not filled yet ({line})"),
         (
             "admit",
             "return batch.rewards > 0",
-            "a StepBatch has no rewards ({line}); there are answers, behaviour, chosen_entropy",
+            "a StepBatch has no rewards ({line}); there are answers, chosen_entropy",
         ),
         (
             "prioritise",

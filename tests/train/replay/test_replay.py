@@ -68,15 +68,24 @@ def test_what_is_replayed_is_as_it_was_stored():
     replay = Replay(
         MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0
     )
-    row = Row(1.0, (5, 6, 7), (-0.1, 0.0, -0.3), own=(True, False, True), key=8, step=4, penalty=0.25, behaviour=ENGINE)
+    row = Row(
+        1.0,
+        (5, 6, 7),
+        (-0.1, 0.0, -0.3),
+        response_mask=(True, False, True),
+        key=8,
+        step=4,
+        penalty=0.25,
+        old_log_probs_from=ENGINE,
+    )
     replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
     for times in (1, 2):
         selected = replay.select([PlannedGroup(1, 2), PlannedGroup(2, 1, 1)], lambda _: pytest.fail("no rule asks"))
         assert (selected.question.tolist(), selected.group.tolist()) == ([1, 2], [1])
         assert selected.token.tolist() == [5, 6, 7]
-        assert selected.own.tolist() == [True, False, True]
+        assert selected.response_mask.tolist() == [True, False, True]
         np.testing.assert_array_equal(selected.old_log_prob, np.array([-0.1, 0.0, -0.3], np.float32))
-        names = ("reward", "penalty", "key", "step", "behaviour", "finished", "replays", "stored_advantage")
+        names = ("reward", "penalty", "key", "step", "old_log_probs_from", "finished", "replays", "stored_advantage")
         assert [getattr(selected, name).item() for name in names] == [1.0, 0.25, 8, 4, ENGINE, True, times, 0.375]
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.columns import BEHAVIOURS, columns_of
+from exgrpo.train.common.columns import LOG_PROB_SOURCES, columns_of
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import KeptSets, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.replay import blocks
 from exgrpo.train.replay import table as module
 from exgrpo.train.replay.table import NONE, Table, pack
@@ -38,11 +38,11 @@ def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
         bool(number % 2),
         number / 7,
         100 + number // 2,
-        BEHAVIOURS[number % 3],
+        LOG_PROB_SOURCES[number % 3],
         number * 3 - 5,
         number / 13,
         None if number % 4 or length == 1 else ids == number,
-        KeptSets.of(sets(ids)) if number % 3 and number > 6 else None,
+        AllowedTokens.of(sets(ids)) if number % 3 and number > 6 else None,
     )
     return trajectory, dict(zip(OF_ORIGIN, (number / 11 - 1, number % 5, number % 5 + 2, number % 2), strict=True))
 
@@ -56,9 +56,9 @@ def add(table: Table, rows: list[tuple[Trajectory, dict]]) -> list[int]:
                 Row(
                     response=one.response,
                     log_prob=one.log_prob,
-                    own=True if one.written is None else one.written,
-                    behaviour=BEHAVIOURS.index(one.behaviour),
-                    kept=lists(one.kept),
+                    response_mask=True if one.response_mask is None else one.response_mask,
+                    old_log_probs_from=LOG_PROB_SOURCES.index(one.old_log_probs_from),
+                    allowed_tokens=lists(one.allowed_tokens),
                     **{name: getattr(one, name) for name in ("reward", "finished", "step", "key", "penalty")},
                 )
             ],
@@ -74,7 +74,7 @@ def expected(trajectory: Trajectory, origin: dict) -> dict:
     return {
         "trajectory": trajectory,
         "finished": trajectory.finished,
-        "behaviour": BEHAVIOURS.index(trajectory.behaviour),
+        "old_log_probs_from": LOG_PROB_SOURCES.index(trajectory.old_log_probs_from),
         "penalty": trajectory.penalty,
         "question": trajectory.question,
         "step": trajectory.step,
@@ -89,10 +89,10 @@ def check_made_again(made: Sequence[Trajectory], expected: list[Trajectory]) -> 
     """That answers are made as they were."""
     assert len(made) == len(expected)
     for one, other in zip(made, expected, strict=True):
-        for name in ("response", "log_prob", "written"):
+        for name in ("response", "log_prob", "response_mask"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-        assert lists(one.kept) == lists(other.kept)
-        plain = ("question", "finished", "reward", "step", "behaviour", "key", "penalty")
+        assert lists(one.allowed_tokens) == lists(other.allowed_tokens)
+        plain = ("question", "finished", "reward", "step", "old_log_probs_from", "key", "penalty")
         assert [getattr(one, name) for name in plain] == [getattr(other, name) for name in plain]
 
 
@@ -127,10 +127,14 @@ def check_replayed(table: Table, rows: np.ndarray, model: list[dict]) -> None:
         trajectory, at = of_model["trajectory"], batch.at(row)
         np.testing.assert_array_equal(batch.token[at], trajectory.response)
         np.testing.assert_array_equal(batch.old_log_prob[at], trajectory.log_prob)
-        written = np.ones(len(trajectory.response), bool) if trajectory.written is None else trajectory.written
-        np.testing.assert_array_equal(batch.own[at], written)
-        kept = lists(batch.kept[at]) if batch.has("kept") else [[]] * len(trajectory.response)
-        assert kept == (lists(trajectory.kept) or [[]] * len(trajectory.response))
+        written = (
+            np.ones(len(trajectory.response), bool) if trajectory.response_mask is None else trajectory.response_mask
+        )
+        np.testing.assert_array_equal(batch.response_mask[at], written)
+        allowed_tokens = (
+            lists(batch.allowed_tokens[at]) if batch.has("allowed_tokens") else [[]] * len(trajectory.response)
+        )
+        assert allowed_tokens == (lists(trajectory.allowed_tokens) or [[]] * len(trajectory.response))
 
 
 OPERATIONS = st.lists(
@@ -200,7 +204,11 @@ def test_tokens_in_files_are_those_in_memory(tmp_path):
     table.tidy()
     check_made_again(table.stored(), model[1::2])
     columns = [one.columns for one in table.blocks.contents.values()]
-    arrays = [(one["token"], one["kept"].ids, one["kept"].bounds) for one in columns if "kept" in one]
+    arrays = [
+        (one["token"], one["allowed_tokens"].ids, one["allowed_tokens"].bounds)
+        for one in columns
+        if "allowed_tokens" in one
+    ]
     assert arrays
     assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
     assert not list(tmp_path.iterdir()), "they have no names"

@@ -44,7 +44,7 @@ def test_draws_at_a_temperature_from_the_words_that_are_left(top_k, top_p, min_p
     torch.manual_seed(0)
     logits = 2 * torch.randn(1, 40)
     uniform = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
-    sampling = Sampling(1, temperature=0.7, top_p=top_p, top_k=top_k, min_p=min_p, kept=True)
+    sampling = Sampling(1, temperature=0.7, top_p=top_p, top_k=top_k, min_p=min_p, allowed_tokens=True)
     drawn = draw(logits.expand(20000, -1), uniform, sampling)
     order = logits[0].argsort(descending=True)
     ordered = (logits[0].double() / 0.7).softmax(-1)[order]
@@ -54,7 +54,7 @@ def test_draws_at_a_temperature_from_the_words_that_are_left(top_k, top_p, min_p
     nucleus = torch.zeros_like(ordered)
     nucleus[order] = ordered / ordered.sum()
     left = nucleus.nonzero().flatten().tolist()
-    assert all(words.tolist() == (left if len(left) < 40 else []) for words in drawn.kept.lists())
+    assert all(words.tolist() == (left if len(left) < 40 else []) for words in drawn.allowed_tokens.lists())
     # Evenly spaced numbers give each token its share of them, but for one at each of its edges.
     counts = torch.bincount(drawn.token, minlength=40)
     assert ((counts - 20000 * nucleus).abs() <= 1).all()

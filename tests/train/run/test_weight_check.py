@@ -15,10 +15,10 @@ from tests.train import tiny
 from tests.train.fakes import LoneWorld
 
 
-def among(logits, kept):
-    """The logits [R, V] of the words that were kept for each token; the others have no probability."""
+def among(logits, allowed_tokens):
+    """The logits [R, V] of the ids allowed for each token; the others have no probability."""
     outside = torch.ones_like(logits, dtype=torch.bool)
-    for row, words in enumerate(kept.lists()):
+    for row, words in enumerate(allowed_tokens.lists()):
         outside[row, torch.from_numpy(words).long() if len(words) else slice(None)] = False
     return logits.masked_fill(outside, -torch.inf)
 
@@ -40,8 +40,8 @@ class FullLogitPolicy:
             prompt, response = batch.prompt[group], torch.from_numpy(batch.token[batch.at(row)]).long()
             tokens = torch.cat([torch.from_numpy(prompt), response])
             logits = self.model(tokens[None, :-1]).logits[0, len(prompt) - 1 :].float()
-            if batch.has("kept"):
-                logits = among(logits, batch.kept[batch.at(row)])
+            if batch.has("allowed_tokens"):
+                logits = among(logits, batch.allowed_tokens[batch.at(row)])
             log_probs.append((logits / temperature).log_softmax(-1).gather(1, response[:, None])[:, 0])
         log_prob = torch.cat(log_probs).numpy()
         return Score(log_prob, np.zeros_like(log_prob))
@@ -83,7 +83,7 @@ def test_a_model_whose_activations_fp16_cannot_hold_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5, "min_p": 0.05}])
-def test_a_cut_engine_agrees_among_the_words_that_it_has_kept_and_there_alone(tmp_path, cut):
+def test_a_cut_engine_agrees_among_the_tokens_that_it_allows_and_there_alone(tmp_path, cut):
     tiny.save_model(tmp_path, tied=True)
     engine = TransformersEngine(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
     policy, prompts = FullLogitPolicy(tmp_path), [tiny.prompt(question) for question in range(4)]
@@ -91,7 +91,7 @@ def test_a_cut_engine_agrees_among_the_words_that_it_has_kept_and_there_alone(tm
     def check(**cut):
         return check_engine(policy, engine, prompts, dtype="fp32", max_tokens=16, seed=0, cut=cut)
 
-    assert check(**cut, kept=True) < 1e-5
+    assert check(**cut, allowed_tokens=True) < 1e-5
     with pytest.raises(WeightMismatchError):  # the trainer would take the whole vocabulary
         check(**cut)
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from exgrpo.train.common.errors import RolloutError
-from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
+from exgrpo.train.common.records import AllowedTokens, Rollout, TokenIds
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.draws import Drawn, Noise, draw
 
@@ -91,7 +91,7 @@ class _Written:
         shape = (answers, longest)
         self.response = np.empty(shape, np.int32)
         self._log_prob, self._entropy = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self._words: list[list[TokenIds]] = [[] for _ in range(answers)]
+        self._allowed: list[list[TokenIds]] = [[] for _ in range(answers)]
 
     def add(self, answers: npt.NDArray[np.int64], position: int, drawn: Drawn) -> npt.NDArray[np.int64]:
         """Store the tokens drawn for some answers at a position, and return them on the CPU."""
@@ -99,18 +99,18 @@ class _Written:
         self.response[answers, position] = tokens
         self._log_prob[answers, position] = drawn.log_prob.cpu().numpy()
         self._entropy[answers, position] = drawn.entropy.cpu().numpy()
-        if drawn.kept is not None:
-            for answer, of_token in zip(answers, drawn.kept.lists(), strict=True):
-                self._words[answer].append(of_token)
+        if drawn.allowed_tokens is not None:
+            for answer, of_token in zip(answers, drawn.allowed_tokens.lists(), strict=True):
+                self._allowed[answer].append(of_token)
         return tokens
 
     def rollout(self, answer: int, length: int, sampling: Sampling, *, finished: bool) -> Rollout:
         response = self.response[answer, :length].copy()
-        kept = KeptSets.of(self._words[answer]) if sampling.kept else None
+        allowed_tokens = AllowedTokens.of(self._allowed[answer]) if sampling.allowed_tokens else None
         if not sampling.log_prob:
-            return Rollout(response, finished, kept=kept)
+            return Rollout(response, finished, allowed_tokens=allowed_tokens)
         log_prob, entropy = self._log_prob[answer, :length].copy(), self._entropy[answer, :length].copy()
-        return Rollout(response, finished, log_prob, entropy, kept=kept)
+        return Rollout(response, finished, log_prob, entropy, allowed_tokens=allowed_tokens)
 
 
 class _Rows:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from exgrpo.train.common.records import KeptSets
+from exgrpo.train.common.records import AllowedTokens
 from exgrpo.train.rollout.engine import Sampling
 
 _AHEAD = 64
@@ -48,13 +48,13 @@ class Drawn:
         token: [N] int64.
         log_prob: [N] fp32 log-probability in the distribution that was sampled from.
         entropy: [N] fp32 entropy of that distribution in nats.
-        kept: [N] ids with a probability above 0 in it; None: not requested.
+        allowed_tokens: [N] ids with a probability above 0 in it; None: not requested.
     """
 
     token: torch.Tensor
     log_prob: torch.Tensor
     entropy: torch.Tensor
-    kept: KeptSets | None = None
+    allowed_tokens: AllowedTokens | None = None
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Drawn:
@@ -63,7 +63,7 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Dra
     Args:
         logits: [N, V].
         uniform: [N] in [0, 1).
-        sampling: temperature, `top_k`, `top_p`, `min_p` and `kept`.
+        sampling: temperature, `top_k`, `top_p`, `min_p` and `allowed_tokens`.
     """
     logits = logits.float() / sampling.temperature
     if sampling.top_k:
@@ -79,15 +79,15 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> Dra
         token=token.squeeze(1),
         log_prob=log_prob.gather(1, token).squeeze(1),
         entropy=torch.special.entr(probability).sum(-1),
-        kept=_left(logits) if sampling.kept else None,
+        allowed_tokens=_left(logits) if sampling.allowed_tokens else None,
     )
 
 
-def _left(logits: torch.Tensor) -> KeptSets:
+def _left(logits: torch.Tensor) -> AllowedTokens:
     """Return the ids allowed by [N, V] logits; a row that allows all gets an empty set, which means all."""
     inside = logits > -torch.inf
     inside &= ~inside.all(1, keepdim=True)
-    return KeptSets.of_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
+    return AllowedTokens.of_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
 
 
 def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.common.errors import shown
-from exgrpo.train.common.records import KeptSets, Rollout, TokenIds
+from exgrpo.train.common.records import AllowedTokens, Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
@@ -61,15 +61,17 @@ class _Answer:
 
     def finished(self, *, whole: bool) -> Finished:
         """Return the answer as it is; `whole`: it was not cut."""
-        written = [np.full(len(part.response), part.written is None) for part in self.parts]
+        written = [np.full(len(part.response), part.response_mask is None) for part in self.parts]
         alone = all(mask.all() for mask in written)
         rollout = Rollout(
             np.concatenate(self.tokens),
             whole,
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
-            written=None if alone else np.concatenate(written),
-            kept=KeptSets.of_parts([part.kept for part in self.parts], list(map(len, self.tokens))),
+            response_mask=None if alone else np.concatenate(written),
+            allowed_tokens=AllowedTokens.of_parts(
+                [part.allowed_tokens for part in self.parts], list(map(len, self.tokens))
+            ),
         )
         return Finished(self.request, self.sample, rollout)
 
@@ -179,7 +181,7 @@ class Conversations:
         if reply is not None:
             answer.unanswered = ""
         if len(observation):
-            answer.parts.append(Rollout(observation, True, written=np.zeros(len(observation), bool)))
+            answer.parts.append(Rollout(observation, True, response_mask=np.zeros(len(observation), bool)))
         return None
 
     def _break(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError, shown
-from exgrpo.train.common.records import EngineCounts, KeptSets, Rollout
+from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
@@ -116,8 +116,12 @@ class VllmEngine:
             min_p=sampling.min_p,
             stop_token_ids=self.eos,
             # Besides the sampled token's log-prob: those of the top k, which are -inf for ids that are not allowed.
-            logprobs=min(sampling.top_k, self._vocabulary) if sampling.kept else 0 if sampling.log_prob else None,
-            flat_logprobs=sampling.kept,
+            logprobs=min(sampling.top_k, self._vocabulary)
+            if sampling.allowed_tokens
+            else 0
+            if sampling.log_prob
+            else None,
+            flat_logprobs=sampling.allowed_tokens,
             # vLLM rewinds a request's generator after chunked prefill, which torch cannot do on CPUs.
             seed=derive_seed(request.seed, "sample", sample) if self._own_seeds else None,
         )
@@ -254,17 +258,19 @@ def repack_tied_head(model: Any) -> None:
 
 def _rollout(answer: Any, sampling: Sampling) -> Rollout:
     tokens = list(answer.token_ids)
-    log_prob = kept = None
-    if sampling.kept:
-        log_prob, kept = words_left(answer.logprobs)
+    log_prob = allowed_tokens = None
+    if sampling.allowed_tokens:
+        log_prob, allowed_tokens = tokens_left(answer.logprobs)
     elif sampling.log_prob:
         of_tokens = zip(tokens, answer.logprobs, strict=True)
         log_prob = np.array([candidates[token].logprob for token, candidates in of_tokens], np.float32)
-    rollout = Rollout(np.array(tokens, np.int32), answer.finish_reason == "stop", log_prob, kept=kept)
+    rollout = Rollout(
+        np.array(tokens, np.int32), answer.finish_reason == "stop", log_prob, allowed_tokens=allowed_tokens
+    )
     return sampling.stop.cut(rollout)
 
 
-def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
+def tokens_left(flat: Any) -> tuple[npt.NDArray[np.float32], AllowedTokens]:
     """Return [R] log-probs of the sampled tokens, and the set of ids that each was sampled from.
 
     Args:
@@ -276,7 +282,7 @@ def words_left(flat: Any) -> tuple[npt.NDArray[np.float32], KeptSets]:
     token = np.repeat(np.arange(len(first)), np.diff([*first, len(ids)]))
     left = (log_prob > -np.inf) & (ids != ids[first][token])
     left[first] = True
-    return log_prob[first], KeptSets.of_sizes(np.bincount(token[left], minlength=len(first)), ids[left])
+    return log_prob[first], AllowedTokens.of_sizes(np.bincount(token[left], minlength=len(first)), ids[left])
 
 
 def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:

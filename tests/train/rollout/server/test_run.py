@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from exgrpo.train.common.columns import BEHAVIOURS
+from exgrpo.train.common.columns import LOG_PROB_SOURCES
 from tests.train.launch import MAIN, Ranks, launch
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
@@ -66,8 +66,8 @@ def test_two_ranks_ahead_of_their_updates_lose_no_step_with_a_server(servers, tm
     assert steps[0]["mismatch/mean"] < 1e-4 < steps[-1]["mismatch/mean"]
     assert all(0 < record["mismatch/ess"] <= 1 for record in steps)
     files = [load_file(path) for path in (tmp_path / "small" / "experience").glob("*.safetensors")]
-    of_trajectories = [file["row.behaviour"] for file in files if "row.behaviour" in file]
-    assert set(np.concatenate(of_trajectories)) == {BEHAVIOURS.index("engine")}
+    of_trajectories = [file["row.old_log_probs_from"] for file in files if "row.old_log_probs_from" in file]
+    assert set(np.concatenate(of_trajectories)) == {LOG_PROB_SOURCES.index("engine")}
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import KeptSets, Rollout
+from exgrpo.train.common.records import AllowedTokens, Rollout
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import Columns
@@ -56,8 +56,10 @@ class Script:
         place = sum(before.count(turn) for turn in set(turns)) if before else 0
         limit = request.sampling.max_tokens
         whole = ids(turns[place])
-        log_prob, kept = -np.arange(len(whole), dtype=np.float32), KeptSets.of(sets(whole))
-        stopped = request.sampling.stop.cut(Rollout(whole[:limit], False, log_prob[:limit], kept=kept[:limit]))
+        log_prob, allowed_tokens = -np.arange(len(whole), dtype=np.float32), AllowedTokens.of(sets(whole))
+        stopped = request.sampling.stop.cut(
+            Rollout(whole[:limit], False, log_prob[:limit], allowed_tokens=allowed_tokens[:limit])
+        )
         return replace(stopped, finished=stopped.finished or read(whole)[limit - 1 :] == EOS)
 
 
@@ -91,7 +93,7 @@ def answer(reply, *turns, max_tokens=100, **options):
 
 def shown(found):
     """The text with what was observed in brackets."""
-    written = np.ones(len(found.response), bool) if found.written is None else found.written
+    written = np.ones(len(found.response), bool) if found.response_mask is None else found.response_mask
     text = "".join(chr(t) if own else f"[{chr(t)}]" for t, own in zip(found.response, written, strict=True))
     return text.replace("][", "")
 
@@ -107,7 +109,7 @@ def test_the_policy_goes_on_behind_what_it_was_told():
     assert shown(found) == "ab?[12]cd?ef."
     assert found.finished
     assert found.log_prob.tolist() == [0, -1, -2, 0, 0, 0, -1, -2, 0, -1, -2]
-    assert lists(found.kept) == [*sets(b"ab?"), [], [], *sets(b"cd?ef.")]  # an observation has no words
+    assert lists(found.allowed_tokens) == [*sets(b"ab?"), [], [], *sets(b"cd?ef.")]  # an observation has no words
     # Without a reply, the turn is not over for the environment.
     assert heard == [("question", "ab?"), ("question", "cd?"), ("question", "cd?ef")]
     assert [read(request.prompt) for (request,) in script.asked] == ["P", "Pab?12", "Pab?12cd?"]
@@ -130,7 +132,7 @@ def test_the_policy_goes_on_behind_what_it_was_told():
 def test_what_ends_an_answer(replies, turns, expected, text):
     found, _, _ = answer(lambda question, turn: replies.get(turn), *turns)
     assert (shown(found), found.finished, text_of(found, read, (RUN_STOP,))) == (expected, True, text)
-    assert (found.written is None) == (len(turns) == 1)
+    assert (found.response_mask is None) == (len(turns) == 1)
 
 
 def test_an_empty_reply_is_a_message_all_the_same():
@@ -201,5 +203,5 @@ def test_every_answer_is_what_a_plain_loop_writes(scripts, max_tokens):
     for one, turns in zip(found, answers, strict=True):
         tokens, written, finished = plain(turns)
         assert read(one.response) == tokens
-        assert (one.written is None and all(written)) or one.written.tolist() == written
+        assert (one.response_mask is None and all(written)) or one.response_mask.tolist() == written
         assert one.finished == finished

@@ -65,10 +65,10 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
     stored = experience.answers[:]
     decode, replies = pretrained().tokenizer.decode, 0
     for one in stored:
-        if one.written is None:
+        if one.response_mask is None:
             continue
-        assert (one.log_prob[~one.written] == 0).all()
-        starts = np.flatnonzero(np.diff(one.written)) + 1
+        assert (one.log_prob[~one.response_mask] == 0).all()
+        starts = np.flatnonzero(np.diff(one.response_mask)) + 1
         turns = [decode(part) for part in np.split(one.response, starts)]
         for before, told in zip(turns[::2], turns[1::2], strict=False):
             expression = (
@@ -79,5 +79,5 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
             replies += 1
     assert replies
     export(runs[0], tmp_path / "set")
-    masks = pq.read_table(tmp_path / "set" / "data").column("written").to_pylist()
-    assert masks == [None if one.written is None else one.written.tolist() for one in stored]
+    masks = pq.read_table(tmp_path / "set" / "data").column("response_mask").to_pylist()
+    assert masks == [None if one.response_mask is None else one.response_mask.tolist() for one in stored]

@@ -35,7 +35,7 @@ EOS = (2, 5)
 PROMPTS = [tiny.prompt(question) for question in range(6)]
 COUNTS = [40, 1, 0, 3, 40, 40]
 MAX_TOKENS = 12
-CUT = {"top_p": 0.9, "top_k": 30, "min_p": 0.01, "kept": True}
+CUT = {"top_p": 0.9, "top_k": 30, "min_p": 0.01, "allowed_tokens": True}
 STOPS = ("b\n", "→", "é:", ":Q", "x1")
 LONG_PROMPT, LONG_SAMPLES = np.arange(3, 43, dtype=np.int32), 5
 
@@ -163,9 +163,9 @@ def gap(policy, engine, temperature=0.7, **more):
 
 
 def cut(policy, engine):
-    """Differences among the words that are kept, of whole and of stopped answers; and the numbers of these words."""
+    """Differences among the allowed tokens, of whole and of stopped answers; and the numbers of these."""
     seen = [gap(policy, engine, **CUT), gap(policy, engine, **CUT, stop=Stops(STOPS, pieces.read))]
-    sizes = [r.kept.sizes.tolist() for of in sample(engine, Sampling(MAX_TOKENS, **CUT), 3) for r in of]
+    sizes = [r.allowed_tokens.sizes.tolist() for of in sample(engine, Sampling(MAX_TOKENS, **CUT), 3) for r in of]
     return {"gaps of cut answers": seen, "words": sizes}
 
 

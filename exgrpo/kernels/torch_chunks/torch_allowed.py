@@ -1,4 +1,4 @@
-"""Kept sets in plain PyTorch: a product for each pair of a token and a word of its set, or for a large set all of them.
+"""Sets of allowed tokens in plain PyTorch: one product per pair of a token and an id, or all logits for a large set.
 
 The numbers of a chunk's pairs are a vector, where those of other passes are a matrix: exp(d), then F. What is gathered
 for the pairs, a row of the weight or a hidden state, is there for some of them at a time. Gradients are sums over
@@ -18,7 +18,7 @@ from exgrpo.kernels.chunks.products import LogitGradient
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
-KEPT_PART = 64
+ALLOWED_PART = 64
 """On a 2-core CPU, width 896 and 49,152 words: from a 75th of them on, all logits are faster than gathered rows."""
 PAIR_BYTES = 96
 """Of the vectors over the pairs of a chunk that exist at once, indices in int64."""
@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
     """Pairs whose word is the target of their row."""
 
 
-class KeptPasses(ByFormulas):
+class AllowedPasses(ByFormulas):
     """The passes over the pairs of a chunk: what is held are the pairs, and exp(d) of each, 0 at the targets."""
 
     formulas: Formulas = softmax
@@ -80,13 +80,13 @@ class KeptPasses(ByFormulas):
 
     def pairs_of(self, chunk: Chunk) -> Pairs:
         """Return the pairs of a chunk."""
-        kept = self.head.options.kept
-        assert kept is not None
+        allowed_tokens = self.head.options.allowed_tokens
+        assert allowed_tokens is not None
         sets = sets_of(self.head, chunk)
         sizes = sets.bounds.diff()
         row = torch.repeat_interleave(sizes)
         shift = sets.starts - sets.bounds[:-1]
-        ids = kept.ids[torch.arange(len(row), device=sizes.device) + shift[row]]
+        ids = allowed_tokens.ids[torch.arange(len(row), device=sizes.device) + shift[row]]
         word, held = self.head.shard.locate(ids.long())
         is_target = ids == self.head.of_tokens(self.head.head.target, chunk.rows)[row]
         targets = (is_target if held is None else is_target & held).nonzero().squeeze(1)
@@ -163,7 +163,7 @@ class KeptPasses(ByFormulas):
 class PairGradient(NamedTuple):
     """A `products.LogitGradient` whose F are the numbers of pairs."""
 
-    passes: KeptPasses
+    passes: AllowedPasses
     pairs: Pairs
     values: Tensor
 
@@ -216,9 +216,11 @@ def reduced(values: Tensor, how: str, sets: Sets) -> Tensor:
 
 def sets_of(walk: ChunkedHead, chunk: Chunk) -> Sets:
     """Return the sets of a chunk's rows."""
-    kept = walk.options.kept
-    assert kept is not None
-    starts, ends = (walk.of_tokens(values, chunk.rows) for values in (kept.offsets[:-1], kept.offsets[1:]))
+    allowed_tokens = walk.options.allowed_tokens
+    assert allowed_tokens is not None
+    starts, ends = (
+        walk.of_tokens(values, chunk.rows) for values in (allowed_tokens.offsets[:-1], allowed_tokens.offsets[1:])
+    )
     sizes = ends - starts
     bounds = sizes.new_zeros(len(sizes) + 1)
     torch.cumsum(sizes.masked_fill(sizes == 1, 0), 0, out=bounds[1:])
@@ -229,9 +231,9 @@ def extent(walk: ChunkedHead) -> tuple[int, int]:
     """Return the number of pairs of a walk, and of one row at most. Waits for the device."""
     if not walk.count:
         return 0, 0
-    kept = walk.options.kept
-    assert kept is not None
-    sizes = walk.of_tokens(kept.offsets.diff())
+    allowed_tokens = walk.options.allowed_tokens
+    assert allowed_tokens is not None
+    sizes = walk.of_tokens(allowed_tokens.offsets.diff())
     pairs, most = torch.stack((sizes.sum(), sizes.max())).tolist()
     return pairs, most
 
@@ -241,11 +243,14 @@ class MaskedPasses(TorchPasses):
 
     def logits(self, chunk: Chunk) -> Tensor:
         logits = super().logits(chunk)
-        kept, shard = self.head.options.kept, self.head.shard
-        assert kept is not None
-        starts, ends = (self.head.of_tokens(x, chunk.rows).tolist() for x in (kept.offsets[:-1], kept.offsets[1:]))
+        allowed_tokens, shard = self.head.options.allowed_tokens, self.head.shard
+        assert allowed_tokens is not None
+        starts, ends = (
+            self.head.of_tokens(x, chunk.rows).tolist()
+            for x in (allowed_tokens.offsets[:-1], allowed_tokens.offsets[1:])
+        )
         for row, start, end in zip(logits, starts, ends, strict=True):
-            word, held = shard.locate(kept.ids[start:end].long())
+            word, held = shard.locate(allowed_tokens.ids[start:end].long())
             word = word if held is None else word[held]
             values = row[word]
             row.fill_(-torch.inf)[word] = values

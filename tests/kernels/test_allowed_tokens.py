@@ -1,4 +1,4 @@
-"""Softmaxes over kept sets against full logits that are -inf beside the sets, in float64."""
+"""Softmaxes over allowed tokens against full logits that are -inf beside the sets, in float64."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ SIZES = {
 def both_kinds(request, monkeypatch):
     """Of 211 words, sets of up to 13 are pairs and larger ones all logits, whatever is faster on a real head."""
     if "backend" in request.fixturenames:
-        monkeypatch.setattr(dispatch.load(request.getfixturevalue("backend")), "KEPT_PART", 16)
+        monkeypatch.setattr(dispatch.load(request.getfixturevalue("backend")), "ALLOWED_PART", 16)
 
 
 def everything(case: Case, tokens, log_prob, policy_loss, entropy_coef=0.1, **more):
@@ -54,33 +54,33 @@ def check(case: Case, backend: str, factor=2.0, **more):
     assert_as_good(gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
 
 
-def kept_case(sizes, dtype, device, tokens=TOKENS, width=40, vocabulary=211, **options) -> Case:
-    return make_case(tokens, width, vocabulary, dtype, device, kept=sizes, **options)
+def allowed_case(sizes, dtype, device, tokens=TOKENS, width=40, vocabulary=211, **options) -> Case:
+    return make_case(tokens, width, vocabulary, dtype, device, allowed_tokens=sizes, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_options(options, dtype, backend, device):
-    check(kept_case(SIZES["every kind"], dtype, device, **options), backend)
+    check(allowed_case(SIZES["every kind"], dtype, device, **options), backend)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 def test_sizes(sizes, entropy_coef, backend, device):
-    check(kept_case(sizes, torch.float64, device, bias=True), backend, entropy_coef=entropy_coef)
+    check(allowed_case(sizes, torch.float64, device, bias=True), backend, entropy_coef=entropy_coef)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype, backend, device):
-    case = kept_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(240), width=507, bias=True)
+    case = allowed_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(240), width=507, bias=True)
     check(case, backend, factor=1.0)
 
 
 def test_the_reference_is_a_softmax_over_the_set(device):
-    case = kept_case((3, 0, 1), torch.float64, device, tokens=3, ignored=False)
+    case = allowed_case((3, 0, 1), torch.float64, device, tokens=3, ignored=False)
     found = case.log_prob(reference.linear_log_prob)
     logits = case.hidden @ case.weight.T
-    ids = case.options["kept"][0]
+    ids = case.options["allowed_tokens"][0]
     own = logits[0, ids[:3].long()]
     torch.testing.assert_close(found.log_prob[0], logits[0, case.target[0]] - own.logsumexp(0))
     torch.testing.assert_close(found.log_prob[1], logits[1].log_softmax(0)[case.target[1]])
@@ -97,20 +97,20 @@ def test_any_sets(data, backend, device):
     tokens = data.draw(st.integers(0, 12), "tokens")
     sizes = data.draw(st.lists(st.integers(0, vocabulary), min_size=tokens, max_size=tokens), "sizes")
     torch.manual_seed(data.draw(st.integers(0, 9), "seed"))
-    case = kept_case(sizes or (0,), torch.float64, device, tokens, 7, vocabulary, ignored=data.draw(st.booleans()))
+    case = allowed_case(sizes or (0,), torch.float64, device, tokens, 7, vocabulary, ignored=data.draw(st.booleans()))
     if tokens and data.draw(st.booleans(), "all rows alike"):
         with torch.no_grad():
             case.hidden.copy_(case.hidden[:1].expand(tokens, -1))
         case.target.fill_(int(case.target[-1]))
-        case.options["kept"] = draw(case, [sizes[0]])
+        case.options["allowed_tokens"] = draw(case, [sizes[0]])
     check(case, backend)
 
 
 def test_sets_of_all_words_are_as_none(backend, device):
-    case = kept_case((211,), torch.float32, device, bias=True, softcap=7.0)
+    case = allowed_case((211,), torch.float32, device, bias=True, softcap=7.0)
     tokens = make_tokens(case)
     given = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    del case.options["kept"]
+    del case.options["allowed_tokens"]
     without = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
     for results, others in zip(given, without, strict=True):
         for value, other in zip(results, others, strict=True):
@@ -119,7 +119,7 @@ def test_sets_of_all_words_are_as_none(backend, device):
 
 def test_tokens_with_one_word(backend, device):
     """Exactly 0, whatever their hidden states are."""
-    case = kept_case((1, 4), torch.float32, device, ignored=False)
+    case = allowed_case((1, 4), torch.float32, device, ignored=False)
     with torch.no_grad():
         case.hidden[::2] = torch.inf
     found = case.log_prob(backend=backend)
@@ -133,11 +133,11 @@ def test_tokens_with_one_word(backend, device):
 
 def test_what_is_broken_shows(backend, device):
     """A word's weight in the tokens whose sets have it, be it their target or not."""
-    case = kept_case((3,), torch.float32, device, ignored=False)
+    case = allowed_case((3,), torch.float32, device, ignored=False)
     with torch.no_grad():
         case.weight[case.target[0], 0] = torch.nan
         log_prob, entropy = case.log_prob(backend=backend)
-    ids, _ = case.options["kept"]
+    ids, _ = case.options["allowed_tokens"]
     having = (ids == case.target[0]).view(-1, 3).any(1)
     assert torch.equal(log_prob.isnan(), having)
     assert torch.equal(entropy.isnan(), having)
@@ -145,7 +145,7 @@ def test_what_is_broken_shows(backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_on_every_run(dtype, backend, device):
-    case = kept_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(120), bias=True)
+    case = allowed_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(120), bias=True)
     case.hidden.data.copy_(case.hidden.data[:7].repeat(100, 1)[: len(case.hidden)])
     tokens = make_tokens(case)
     first = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
@@ -156,7 +156,7 @@ def test_the_same_bits_on_every_run(dtype, backend, device):
 
 def test_many_chunks(backend, device, set_chunk):
     """What one chunk gives, up to the order of sums; and in little memory."""
-    case = kept_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
+    case = allowed_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
     tokens = make_tokens(case)
     whole = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
     within = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, memory=1 << 19)
@@ -169,7 +169,7 @@ def test_many_chunks(backend, device, set_chunk):
 
 def test_counts(backend, device, monkeypatch):
     monkeypatch.setenv("EXGRPO_CHECK", "1")  # else a GPU ends the process
-    case = kept_case(SIZES["every kind"], torch.float64, device)
+    case = allowed_case(SIZES["every kind"], torch.float64, device)
     count = int((case.target >= 0).sum())
     given, without = case.log_prob(backend=backend, counts=(count, count)), case.log_prob(backend=backend)
     assert torch.equal(given.log_prob, without.log_prob)
@@ -178,14 +178,14 @@ def test_counts(backend, device, monkeypatch):
 
 
 def test_left_out_tokens_may_lack_their_targets(backend, device):
-    case = kept_case((3,), torch.float64, device)
-    ids = case.options["kept"][0]
+    case = allowed_case((3,), torch.float64, device)
+    ids = case.options["allowed_tokens"][0]
     mask = torch.arange(TOKENS, device=device) % 2 == 0
     target = case.target.view(-1)
     lacking = (~mask).nonzero().squeeze(1)
     ids.view(-1, 3)[lacking] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     target[lacking] = 5
-    old, advantage, replayed = make_tokens(kept_case((0,), torch.float64, device))
+    old, advantage, replayed = make_tokens(allowed_case((0,), torch.float64, device))
     more = {"replayed": replayed, "mask": mask}
     ours = case.policy_loss(old, advantage, backend=backend, **more)
     exact = case.policy_loss(old, advantage, function=reference.linear_policy_loss, **more)
@@ -194,9 +194,9 @@ def test_left_out_tokens_may_lack_their_targets(backend, device):
 
 def test_autocast(backend, device):
     """Weights are rounded, and sums over the pairs of a word are not, however many they are."""
-    case = kept_case((0,), torch.float32, device, tokens=300, width=8, ignored=False)
+    case = allowed_case((0,), torch.float32, device, tokens=300, width=8, ignored=False)
     case.target.fill_(5)
-    case.options["kept"] = draw(case, (2,))
+    case.options["allowed_tokens"] = draw(case, (2,))
     case.weight.data.copy_(case.weight.data.bfloat16())  # Triton's interpreter does not round to the nearest
     with torch.autocast(device.type, torch.bfloat16):
         ours = case.log_prob(backend=backend)
@@ -208,45 +208,56 @@ def test_autocast(backend, device):
         assert relative_error(mine, true) < 1e-5
 
 
-def wrong(kept, target):
+def wrong(allowed_tokens, target):
     """Sets with one thing wrong, and the error that says so."""
-    ids, offsets = kept[0].clone(), kept[1].clone()
+    ids, offsets = allowed_tokens[0].clone(), allowed_tokens[1].clone()
     own, first = int((ids[:3] == target[0]).nonzero()), offsets[:1]
     others = torch.tensor([word for word in range(9) if word != target[0]][:3], dtype=torch.int32)
-    ascending, between = r"kept\[1\]: expected bounds ascending from 0 to 1", r"kept\[0\]: expected ids in \[0, 211\)"
+    ascending, between = (
+        r"allowed_tokens\[1\]: expected bounds ascending from 0 to 1",
+        r"allowed_tokens\[0\]: expected ids in \[0, 211\)",
+    )
     twice = torch.cat((ids[[own, own, own]], ids[3:]))
-    yield ids, TypeError, r"kept: expected a pair \(ids, offsets\) or None, got Tensor"
-    yield (ids.long(), offsets), TypeError, r"kept\[0\]: expected dtype torch.int32, got torch.int64"
-    yield (ids, offsets.int()), TypeError, r"kept\[1\]: expected dtype torch.int64, got torch.int3"
-    yield (ids[:, None], offsets), ValueError, r"kept\[0\]: expected shape \[M\]"
-    yield (ids, offsets[:-1]), ValueError, r"kept\[1\]: expected shape \[5\], got \[4\]"
+    yield ids, TypeError, r"allowed_tokens: expected a pair \(ids, offsets\) or None, got Tensor"
+    yield (ids.long(), offsets), TypeError, r"allowed_tokens\[0\]: expected dtype torch.int32, got torch.int64"
+    yield (ids, offsets.int()), TypeError, r"allowed_tokens\[1\]: expected dtype torch.int64, got torch.int3"
+    yield (ids[:, None], offsets), ValueError, r"allowed_tokens\[0\]: expected shape \[M\]"
+    yield (ids, offsets[:-1]), ValueError, r"allowed_tokens\[1\]: expected shape \[5\], got \[4\]"
     yield (ids, offsets[[0, 2, 1, 3, 4]]), ValueError, ascending
     yield (ids, offsets.clamp(min=1)), ValueError, ascending
     yield (ids[:-1], offsets), ValueError, ascending
     yield (ids.index_fill(0, first, -1), offsets), ValueError, between
     yield (ids.index_fill(0, first, 211), offsets), ValueError, between
-    yield (twice, offsets), ValueError, r"kept\[0\]: expected different ids in the set of each token; 2 of 12 are not"
-    yield (torch.cat((others, ids[3:])), offsets), ValueError, r"target: expected ids of the tokens' kept sets; 1 of 4"
+    yield (
+        (twice, offsets),
+        ValueError,
+        r"allowed_tokens\[0\]: expected different ids in the set of each token; 2 of 12 are not",
+    )
+    yield (
+        (torch.cat((others, ids[3:])), offsets),
+        ValueError,
+        r"target: expected ids among their allowed tokens; 1 of 4",
+    )
 
 
 def test_sets_are_checked_in_parts(monkeypatch):
     monkeypatch.setattr(checks, "CHECKED_AT_ONCE", 10)
-    case = kept_case((4, 0, 30, 1), torch.float64, torch.device("cpu"), tokens=23)
-    ids, offsets = case.options["kept"]
+    case = allowed_case((4, 0, 30, 1), torch.float64, torch.device("cpu"), tokens=23)
+    ids, offsets = case.options["allowed_tokens"]
     check(case, "auto")
     last = int((case.target >= 0).nonzero()[-2])
     case.target[last] = next(word for word in range(211) if word not in ids[offsets[last] : offsets[last + 1]].tolist())
     with pytest.raises(
-        ValueError, match=f"target: expected ids of the tokens' kept sets; 1 of 23.* at position {last}"
+        ValueError, match=f"target: expected ids among their allowed tokens; 1 of 23.* at position {last}"
     ):
         case.log_prob()
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_wrong_sets(name):
-    case = kept_case((3,), torch.float32, torch.device("cpu"), tokens=4, ignored=False)
-    for kept, kind, message in list(wrong(case.options["kept"], case.target)):
-        case.options["kept"] = kept
+    case = allowed_case((3,), torch.float32, torch.device("cpu"), tokens=4, ignored=False)
+    for allowed_tokens, kind, message in list(wrong(case.options["allowed_tokens"], case.target)):
+        case.options["allowed_tokens"] = allowed_tokens
         with pytest.raises(kind, match=message):
             case.log_prob(backend=name)
         with pytest.raises(kind, match=message):

@@ -1,5 +1,5 @@
-"""Triton kernels over kept sets. A pair is one of a token of a chunk and a word of its set; each entry of a result is
-written by one program, which adds up in a fixed order.
+"""Triton kernels over allowed tokens. A pair is a token of a chunk and an id of its set; each entry of a result
+is written by one program, which adds up in a fixed order.
 
 z is a logit, y the target, a the row's anchor, d = (z - a) / tau.
 """
@@ -75,7 +75,7 @@ def pair_logits_kernel(
 
 
 @triton.jit
-def kept_sums_kernel(
+def allowed_sums_kernel(
     logits,  # [P] fp32 or fp64; all per-row numbers have its dtype
     words,  # [P] int32, local; -1 where another rank holds it
     bounds,  # [rows + 1] int64
@@ -122,7 +122,7 @@ def kept_sums_kernel(
 
 
 @triton.jit
-def kept_gradient_kernel(
+def allowed_gradient_kernel(
     values,  # [P] fp32 or fp64: logits, which F takes the place of; all per-row numbers have its dtype
     words,  # [P] int32, local; -1 where another rank holds it
     bounds,  # [rows + 1] int64

@@ -1,4 +1,4 @@
-"""The passes over kept sets as Triton kernels: see `kept_kernels`."""
+"""The passes over allowed tokens as Triton kernels: see `allowed_kernels`."""
 
 from typing import NamedTuple
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.passes import Held
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.torch_chunks.torch_kept import KeptPasses, PairGradient, Sets, reduced, sets_of
+from exgrpo.kernels.torch_chunks.torch_allowed import AllowedPasses, PairGradient, Sets, reduced, sets_of
 from exgrpo.kernels.triton_chunks import triton_tokens
-from exgrpo.kernels.triton_chunks.kept_kernels import (
-    kept_gradient_kernel,
-    kept_sums_kernel,
+from exgrpo.kernels.triton_chunks.allowed_kernels import (
+    allowed_gradient_kernel,
+    allowed_sums_kernel,
     pair_logits_kernel,
     pairs_kernel,
     segment_kernel,
 )
 
-KEPT_PART = 256
+ALLOWED_PART = 256
 """By arithmetic alone: the three products of a token with all words on an H100, and three readings of a row a pair."""
 PAIRS, DEPTH, WARPS = 8, 256, 4
 """Pairs, and entries of their rows, that a program multiplies at once."""
@@ -41,7 +41,7 @@ class TritonPairs(NamedTuple):
     """Row of the weight of each pair, int32 [P]; -1 if another rank has it."""
 
 
-class TritonKeptPasses(KeptPasses):
+class TritonAllowedPasses(AllowedPasses):
     """The passes over the pairs of a chunk: what is held are the pairs and their logits."""
 
     formulas = triton_tokens
@@ -56,7 +56,7 @@ class TritonKeptPasses(KeptPasses):
         bias, softcap = head.head.bias, head.options.softcap
         self.bias = None if bias is None else bias.contiguous()
         if bias is not None:
-            self.pair_bytes = KeptPasses.pair_bytes  # its gradient is plain PyTorch
+            self.pair_bytes = AllowedPasses.pair_bytes  # its gradient is plain PyTorch
         # By a tensor: a number would be rounded to float32 on its way.
         self.cap = self.weight.new_full((1,), softcap or 1.0, dtype=self.compute)
         self.capped = softcap is not None
@@ -81,7 +81,7 @@ class TritonKeptPasses(KeptPasses):
         c, h = (at_target, at_target) if upstream is None else upstream
         assert h is not None
         with torch.cuda.device_of(values):
-            kept_gradient_kernel[(len(chunk.hidden),)](
+            allowed_gradient_kernel[(len(chunk.hidden),)](
                 values,
                 pairs.column,
                 pairs.sets.bounds,
@@ -102,15 +102,15 @@ class TritonKeptPasses(KeptPasses):
 
     def _pairs_and_logits(self, chunk: Chunk) -> tuple[TritonPairs, Tensor]:
         sets = sets_of(self.head, chunk)
-        count, kept, shard = int(sets.bounds[-1]), self.head.options.kept, self.head.shard
-        assert kept is not None
+        count, allowed_tokens, shard = int(sets.bounds[-1]), self.head.options.allowed_tokens, self.head.shard
+        assert allowed_tokens is not None
         hidden = chunk.hidden.contiguous()
         pairs = TritonPairs(sets, *hidden.new_empty(2, count, dtype=torch.int32))
         logits = hidden.new_empty(count, dtype=self.compute)
         if count:
             with torch.cuda.device_of(logits):
                 pairs_kernel[(len(hidden),)](
-                    kept.ids.contiguous(),
+                    allowed_tokens.ids.contiguous(),
                     *pairs.sets,
                     pairs.row,
                     pairs.column,
@@ -144,7 +144,7 @@ class TritonKeptPasses(KeptPasses):
         sums = Sums(*logits.new_empty(4, rows))
         if rows:
             with torch.cuda.device_of(logits):
-                kept_sums_kernel[(rows,)](
+                allowed_sums_kernel[(rows,)](
                     logits,
                     pairs.column,
                     pairs.sets.bounds,
@@ -165,7 +165,7 @@ class TritonKeptPasses(KeptPasses):
 class TritonPairGradient(NamedTuple):
     """A `products.LogitGradient` whose F are the numbers of pairs."""
 
-    passes: TritonKeptPasses
+    passes: TritonAllowedPasses
     chunk: Chunk
     pairs: TritonPairs
     values: Tensor
