@@ -127,8 +127,8 @@ def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int)
     plan, planned = timed(lambda: replay.plan(QUESTIONS_PER_STEP, step))
     select, stored = timed(lambda: replay.select(planned, lambda _: MeanScores(np.empty(0), np.empty(0))))
     rewards = [[float(i % 2) for i in range(group.fresh)] for group in planned]
-    batch = graded(stored.question, rewards, rng, sizes.tokens, step).beside(stored)
-    take_in, _ = timed(lambda: replay.take_in(batch, step))
+    batch = graded(stored.question, rewards, rng, sizes.tokens, step).append_rows(stored)
+    take_in, _ = timed(lambda: replay.store(batch, step))
     return plan, select, take_in
 
 

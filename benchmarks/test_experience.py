@@ -208,9 +208,9 @@ def test_method(benchmark, groups, filled_by, name, what):
     def asked():
         return (experience.batch(), experience.step), {}
 
-    def taken_in():
+    def graded():
         batch = experience.batch()
-        replay.take_in(batch, experience.step)
+        replay.store(batch, experience.step)
         return (batch, np.arange(batch.groups), QUESTIONS_PER_STEP, experience.step), {}
 
     benchmark.group = f"experience: {what}, by method"
@@ -218,9 +218,9 @@ def test_method(benchmark, groups, filled_by, name, what):
     if what == "plan":
         benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     elif what == "take in":
-        benchmark.pedantic(replay.take_in, setup=asked, rounds=ROUNDS)
+        benchmark.pedantic(replay.store, setup=asked, rounds=ROUNDS)
     else:
-        benchmark.pedantic(replay.settle, setup=taken_in, rounds=ROUNDS)
+        benchmark.pedantic(replay.settle, setup=graded, rounds=ROUNDS)
     report(groups, benchmark)
 
 

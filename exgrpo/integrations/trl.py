@@ -108,7 +108,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         stored = self.replay.select(plan.groups, self._mean_scores)
         output, batch = self._answer(plan.groups, stored)
         batch = self._refilled(batch, questions, multiple)
-        taken_in = self.replay.take_in(batch, self.generation)
+        report = self.replay.store(batch, self.generation)
         left_out = np.isin(batch.question, list(plan.fillers)) & self.replay.settles
         among = np.flatnonzero(~left_out)
         refills = self.args.refills > 0
@@ -118,9 +118,9 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         batch = self.replay.settle(batch, questions, self.generation, among=among, refilled=refills)
         output = self._trained_batch(output, batch, len(plan.groups))
         self.generation += 1
-        if taken_in.note and self.accelerator.is_main_process:
-            warnings.warn(taken_in.note, stacklevel=2)
-        self._log_experience(taken_in.pass_rate, int(batch.replayed.sum()), refilled)
+        if report.note and self.accelerator.is_main_process:
+            warnings.warn(report.note, stacklevel=2)
+        self._log_experience(report.pass_rate, int(batch.replayed.sum()), refilled)
         self.control.should_training_stop |= self.replay.finished
         return output
 
@@ -131,16 +131,16 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             if not more:
                 break
             with uncounted(self):
-                _, further = self._answer(more, self.replay.select(more, self._mean_scores), behind=True)
-            batch = batch.behind(further)
+                _, further = self._answer(more, self.replay.select(more, self._mean_scores), late=True)
+            batch = batch.append_groups(further)
         return batch
 
     def _answer(
-        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
+        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, late: bool = False
     ) -> tuple[dict[str, Tensor], StepBatch]:
         """Return TRL's batch of K rows per planned group, and the graded answers of all processes.
 
-        With `behind`, they join TRL's batch of an earlier call, which lacks their importance ratios: these become
+        With `late`, they join TRL's batch of an earlier call, which lacks their importance ratios: these become
         factors.
         """
         place = placed(groups, stored, self.num_generations)
@@ -157,7 +157,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         if "old_per_token_logps" not in output:
             output["old_per_token_logps"] = self._log_probs(output)
         written = self._written(output, first)
-        if behind and "importance_sampling_ratio" in output:
+        if late and "importance_sampling_ratio" in output:
             mask = output["completion_mask"].bool()
             written["factor"] = output["importance_sampling_ratio"].expand(mask.shape)[mask].float().cpu().numpy()
         if self.rollout_func is not None or self.environment_factories is not None:
@@ -166,7 +166,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             self.prompts.learn(pair for pairs in gather_object([asked]) for pair in pairs)
         parts = gather_object([written])
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return output, StepBatch(stored.question, **columns).beside(stored)
+        return output, StepBatch(stored.question, **columns).append_rows(stored)
 
     def _written(self, output: dict[str, Tensor], first: int) -> dict[str, np.ndarray]:
         """Return this process's fresh answers as columns of a batch; answers masked by TRL have no tokens."""
@@ -194,7 +194,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
         place = places(batch, planned, samples)
         given = self.accelerator.gather(output["advantages"]).cpu().numpy()
-        mixed_advantages(batch, place, given, self.replay.setting)
+        mixed_advantages(batch, place, given, self.replay.options)
         batch.fill(ratio_log_prob=batch.old_log_prob.copy())
         self.weigher(batch)
         rows = batch.rows_of(batch.trained)

@@ -40,19 +40,19 @@ def places(batch: StepBatch, planned: int, samples: int, before: Ints | int = 0)
     return np.where((batch.group < planned) & (position < samples), samples * batch.group + position, -1)
 
 
-def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, setting: MethodOptions) -> None:
+def mixed_advantages(batch: StepBatch, place: Ints, given: Floats, options: MethodOptions) -> None:
     """Fill `advantage`: TRL's where a group is what TRL takes for one, and its replayed rows count in the mean.
 
     Args:
         batch: graded rows, and the groups that are trained on.
         place: of each row; see `places`.
         given: TRL's advantages, by place.
-        setting: K, and the advantages of other groups.
+        options: K, and the advantages of other groups.
     """
-    fill_advantages(batch, setting.objective)
+    fill_advantages(batch, options.objective)
     counted = np.bincount(batch.group, (place >= 0) & np.isnan(batch.stored_advantage), batch.groups)
     rows = np.bincount(batch.group, minlength=batch.groups)
-    of_trl = ((rows == setting.samples) & (counted == setting.samples))[batch.group]
+    of_trl = ((rows == options.samples) & (counted == options.samples))[batch.group]
     batch.advantage[of_trl] = given[place[of_trl]]
 
 

@@ -191,14 +191,14 @@ class ExGRPOTrainer(PPOTrainerSync):
         fresh, keys = self._fresh(batch)
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["old_log_probs"])
         fresh.fill(old_log_prob=torch.cat(list(data["old_log_probs"].unbind())).numpy())
-        self._batch = fresh.beside(self.replay.select(self._groups, self._mean_scores))
-        taken_in = self.replay.take_in(self._batch, self.global_steps)
-        if taken_in.note:
-            warnings.warn(taken_in.note, stacklevel=2)
+        self._batch = fresh.append_rows(self.replay.select(self._groups, self._mean_scores))
+        report = self.replay.store(self._batch, self.global_steps)
+        if report.note:
+            warnings.warn(report.note, stacklevel=2)
         questions, refilled = self.options.questions, self.options.rollout.refills > 0
         self._batch = self.replay.settle(self._batch, questions, self.global_steps, refilled=refilled)
         self._keep_prompts(set(self._batch.question.tolist()))
-        numbers = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
+        numbers = {"pass_rate": report.pass_rate, **replay_metrics(self.replay, self._batch, self.global_steps)}
         metrics.update({f"experience/{name}": value for name, value in numbers.items()})
         return self._to_train(batch, keys, metrics)
 

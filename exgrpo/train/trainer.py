@@ -114,7 +114,7 @@ class Trainer:
         self.stores_early = self.replay.settles or config.rollout.ahead
         """Rows are selected from what is stored, or the next step is planned before the update."""
         self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
-        self.anchored = config.objective.anchor == "start"
+        self.ratio_to_start = config.objective.anchor == "start"
         self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -141,7 +141,7 @@ class Trainer:
             if self.stores_early:
                 scored = self.scorer.by_passes(batch, scored, admitted)
         if self.stores_early:
-            taken_in = self.replay.take_in(batch, step, admitted)
+            report = self.replay.store(batch, step, admitted)
         with clock("select"):
             refilled = self.config.rollout.refills > 0
             batch = self.replay.settle(batch, self.config.questions, step, refilled=refilled)
@@ -158,25 +158,25 @@ class Trainer:
             updates = self._update(batch, with_signal, keep_scores=len(scored.by_update) > 0)
         scored = self.scorer.by_update(batch, scored)
         if not self.stores_early:
-            taken_in = self.replay.take_in(batch, step, admitted)
+            report = self.replay.store(batch, step, admitted)
         self._push_weights(clock)
         self.generated_tokens += int(batch.num_tokens[batch.fresh].sum())
-        experience = {"pass_rate": taken_in.pass_rate, **replay_metrics(self.replay, batch, step)}
+        experience = {"pass_rate": report.pass_rate, **replay_metrics(self.replay, batch, step)}
         work = self._work(batch, scored, compared, with_signal)
         numbers = step_metrics(batch, self.questions, minibatches, updates, scored, clock.seconds, work)
         metrics = {"step": step, **numbers, **experience, **correction, "staleness": staleness, **self._counters()}
-        notes = (taken_in.note, self.idle.observe(batch, minibatches), overflowed(updates))
+        notes = (report.note, self.idle.observe(batch, minibatches), overflowed(updates))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
 
     def _generate(self, planned: PlannedStep, replayed: StepBatch, step: int) -> StepBatch:
         """Return the graded answers of the planned groups, and those of refills while too few have a gradient."""
         produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step)
-        batch = self._graded(produced, step).beside(replayed)
+        batch = self._graded(produced, step).append_rows(replayed)
         for _ in range(self.config.rollout.refills):
             more = self.replay.refill(batch, self.config.questions, step)
             if not more:
                 break
-            batch = batch.behind(self._graded(self._produce(more, step), step))
+            batch = batch.append_groups(self._graded(self._produce(more, step), step))
         return batch
 
     def _graded(self, produced: Produced, step: int) -> StepBatch:
@@ -201,7 +201,7 @@ class Trainer:
 
     def _compare(self, batch: StepBatch) -> Ints:
         """Fill the log-probs of the reference, if there is one; return the rows that are compared with it."""
-        replayed = self.anchored and self.weigher.term == "clipped"
+        replayed = self.ratio_to_start and self.weigher.term == "clipped"
         return self.reference.fill(batch, replayed=replayed) if self.reference else NONE
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
@@ -251,10 +251,10 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in with_signal:
             asked = keep_scores and not updates
-            minibatch.refer_to(None if asked else batch, anchored=self.anchored)
+            minibatch.refer_to(None if asked else batch, ratio_to_start=self.ratio_to_start)
             if self.needs.coupled:
                 rows = minibatch.batch
-                moved = updates or self.anchored or rows.replayed.any()
+                moved = updates or self.ratio_to_start or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
                 minibatch.couple(now, self.config.objective.beta2, rows.fresh | (term == "clipped"))
             update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)

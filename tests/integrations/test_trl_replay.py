@@ -29,8 +29,8 @@ def graded(groups: dict[int, list[float]], *, generation: int = 0) -> StepBatch:
 
 def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
     replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0), 2), 6, seed=0)
-    replay.take_in(graded({question: [1.0, 1.0] for question in range(4)}), 0)
-    replay.take_in(graded({4: [1.0, 0.0]}), 1)
+    replay.store(graded({question: [1.0, 1.0] for question in range(4)}), 0)
+    replay.store(graded({4: [1.0, 0.0]}), 1)
     plan = plan_generation(replay, 4, 2)
     assert plan.groups[-1] == PlannedGroup(4, 1, choose=1)
     assert plan.groups[0] == PlannedGroup(5, 2)
@@ -45,7 +45,7 @@ def test_a_generation_keeps_its_size_when_few_questions_are_left() -> None:
 def test_every_process_has_as_many_rows(compose: str, retired: int) -> None:
     options = ExperienceConfig(start_pass_rate=0.0, compose=compose, prioritise="random", ratio=0.75)
     replay = Replay(MethodOptions(options, 3), 12, seed=0)
-    replay.take_in(graded({question: [float(question < retired)] * 3 for question in range(12)}), 0)
+    replay.store(graded({question: [float(question < retired)] * 3 for question in range(12)}), 0)
     plan = plan_generation(replay, 4, 2, multiple=4)  # 12 rows are a multiple of 4 processes, 9 or 3 are not
     asked = [one.question for one in plan.groups]
     assert len(asked) == len(set(asked)) == {"buffer": 4, "bapo": 8}[compose]

@@ -192,15 +192,17 @@ def check_replay(told: dict[int, dict[str, Any]], options: Config, replay: Repla
             )
 
         planned = replay.plan(questions, step)
-        batch = fresh(0, len(planned)).beside(replay.select(planned, lambda candidates: pytest.fail("nothing scores")))
+        batch = fresh(0, len(planned)).append_rows(
+            replay.select(planned, lambda candidates: pytest.fail("nothing scores"))
+        )
         for _ in range(options.rollout.refills):
             missing = questions - int(batch.has_signal.sum())
             more = replay.more(missing, step, batch.question.tolist()) if missing > 0 else []
             if more:
-                batch = batch.behind(fresh(len(planned), len(planned) + len(more)))
+                batch = batch.append_groups(fresh(len(planned), len(planned) + len(more)))
             planned += more
         assert numbers_of(planned, replay.memory.table.rows()) == of_step["plan"]
-        replay.take_in(batch, step)
+        replay.store(batch, step)
         among = np.arange(batch.groups)
         if options.rollout.refills and batch.has_signal.any():
             among = np.flatnonzero(batch.has_signal)[:questions]

@@ -253,14 +253,14 @@ class StepBatch(AnswerColumns):
         again.fill(**{name: getattr(part, name) for name, _ in part._filled("row", "token")})
         return again
 
-    def beside(self, other: "StepBatch") -> "StepBatch":
-        """These rows, and behind them in each group those of another batch with the same groups."""
+    def append_rows(self, other: "StepBatch") -> "StepBatch":
+        """Append the rows of another batch to the same groups, and return the whole."""
         whole = self._and(other, self.question, other.group)
         whole = whole.take(np.argsort(whole.group, kind="stable"))
         whole.fill(**dict(self._filled("group")))
         return whole._with_counts(self)
 
-    def behind(self, other: "StepBatch") -> "StepBatch":
+    def append_groups(self, other: "StepBatch") -> "StepBatch":
         """Append the groups of another batch, and return the whole."""
         whole = self._and(other, np.concatenate([self.question, other.question]), other.group + self.groups)
         for name, values in self._filled("group"):

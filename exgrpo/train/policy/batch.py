@@ -58,12 +58,12 @@ class MiniBatch:
         rest = batch.mean(batch.advantage - beta2 * batch.sums(moved), among)[batch.group]
         batch.fill(advantage=batch.advantage - np.where(among, rest, 0))
 
-    def refer_to(self, batch: StepBatch | None, *, anchored: bool = False) -> None:
+    def refer_to(self, batch: StepBatch | None, *, ratio_to_start: bool = False) -> None:
         """Set `ratio_log_prob` and `factor` of fresh rows.
 
         Args:
             batch: the step, with the `log_prob` that ratios refer to; None: the update itself computes them.
-            anchored: ratios of all rows that are compared with the reference refer to it instead.
+            ratio_to_start: ratios of rows that are compared with the reference refer to it instead.
         """
         fresh = np.flatnonzero(self.batch.fresh)
         if batch is None:
@@ -73,7 +73,7 @@ class MiniBatch:
             self.batch.put(fresh, ratio_log_prob=batch.log_prob[places])
             if batch.has("factor"):
                 self.batch.put(fresh, factor=batch.factor[places])
-        if anchored:
+        if ratio_to_start:
             reference = self.batch.reference_log_prob
             self.batch.fill(ratio_log_prob=np.where(np.isnan(reference), self.batch.ratio_log_prob, reference))
 

@@ -12,7 +12,7 @@ from exgrpo.train.replay.candidates import Candidates, Expired, MeanScores, Prio
 from exgrpo.train.replay.contract import PlannedGroup, Weighed
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
-from exgrpo.train.replay.replay import Replay, ReplayState, TakenIn, numbers_of, planned_from, replay_metrics
+from exgrpo.train.replay.replay import Replay, ReplayState, StoreReport, numbers_of, planned_from, replay_metrics
 
 __all__ = [
     "BatchPlanner",
@@ -28,7 +28,7 @@ __all__ = [
     "Priority",
     "Replay",
     "ReplayState",
-    "TakenIn",
+    "StoreReport",
     "Weighed",
     "draw",
     "needs",

@@ -38,7 +38,7 @@ class ExperienceMemory:
 
     Args:
         questions: number of questions; they are known by index 0..questions-1.
-        setting: K, what a success is, and the options.
+        options: K, what a success is, and the options.
 
     Attributes:
         count: [questions] success count; 0 where nothing is stored.
@@ -51,23 +51,23 @@ class ExperienceMemory:
         admits_by_scores: True if `admit` reads the scores of fresh answers.
     """
 
-    def __init__(self, questions: int, setting: MethodOptions) -> None:
-        options = setting.experience
-        self.setting = setting
-        self.samples = setting.samples
+    def __init__(self, questions: int, options: MethodOptions) -> None:
+        experience = options.experience
+        self.options = options
+        self.samples = options.samples
         self.count: Doubles = np.zeros(questions)
         self.retired: npt.NDArray[np.bool_] = np.zeros(questions, dtype=bool)
         self.asked: Ints = np.full(questions, NEVER, np.int64)
         self.times: Ints = np.zeros(questions, np.int64)
         self.shown: Doubles = np.full(questions, float(NEVER))
         self.earlier = self.shown.copy()
-        self.table = Table(questions, options.folder)
-        self._counts = deviation_counts if options.bucket_by == "reward_deviation" else success_counts
-        self._admit = rules.find("admit", options.admit)
+        self.table = Table(questions, experience.folder)
+        self._counts = deviation_counts if experience.bucket_by == "reward_deviation" else success_counts
+        self._admit = rules.find("admit", experience.admit)
         self._distinct = Needs.of(self._admit).distinct
         self.admits_by_scores = Needs.of(self._admit).scores
         # Plain GRPO stores nothing and retires nothing.
-        self._expire = [rules.find("expire", name) for name in options.forgets if options.ratio > 0]
+        self._expire = [rules.find("expire", name) for name in experience.forgets if experience.ratio > 0]
 
     def __len__(self) -> int:
         """|E|: number of questions with stored trajectories."""
@@ -125,7 +125,7 @@ class ExperienceMemory:
 
     def admitted(self, batch: StepBatch) -> Mask:
         """Return a mask [N] of the rows to store: those that `admit` chooses, but for those without tokens."""
-        chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.setting)
+        chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.options)
         return chosen & (batch.length > 0) & ~self.retired[batch.question][batch.group]
 
     def update(self, batch: StepBatch, step: int, admitted: Mask) -> None:
@@ -148,14 +148,14 @@ class ExperienceMemory:
 
     def evidence(self, batch: StepBatch) -> Evidence:
         """Return what groups show about the current policy."""
-        return count_successes(batch, self.setting.success, count_replayed=self.setting.experience.count_replayed)
+        return count_successes(batch, self.options.success, count_replayed=self.options.experience.count_replayed)
 
     def _store(self, batch: StepBatch, evidence: Evidence, admitted: Mask) -> None:
-        table, most = self.table, self.setting.experience.max_per_question
+        table, most = self.table, self.options.experience.max_per_question
         group, stored = batch.group[admitted], batch.take(admitted)
         if np.isnan(stored.old_log_prob).any():
             raise ValueError("old_log_prob: NaN of an answer that is to be stored")
-        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.setting.objective)
+        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.options.objective)
         added = table.add(
             stored,
             advantage=advantage[admitted],
@@ -174,7 +174,7 @@ class ExperienceMemory:
     def _forget(self, now: int, solved: Ints) -> None:
         """Apply the functions of `expire`, one after the other, before the step `now` is planned."""
         for expire in self._expire:
-            rows, leaving = expire(self.stored(now, solved), self.setting)
+            rows, leaving = expire(self.stored(now, solved), self.options)
             if rows is not None:
                 gone = self.table.rows()[rows]
                 questions = np.unique(self.table.values("question", gone))
@@ -203,7 +203,7 @@ class ExperienceMemory:
             count: success count in [1, K-1] of each of their questions.
             columns: further stored columns, [N] of rows or [T] of tokens.
         """
-        self.table.fill(pack(trajectories, self.setting.experience.folder, **columns))
+        self.table.fill(pack(trajectories, self.options.experience.folder, **columns))
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question

@@ -38,8 +38,8 @@ def rehearse(method: MethodOptions) -> None:
         if not planned:  # all questions are retired
             return
         stored = replay.select(planned, made_up.mean_scores)
-        batch = made_up.answers(planned, step).beside(stored)
-        replay.take_in(batch, step)
+        batch = made_up.answers(planned, step).append_rows(stored)
+        replay.store(batch, step)
         batch = replay.settle(batch, BATCH, step)
         fill_advantages(batch, method.objective)
         weigher(batch)

@@ -26,8 +26,8 @@ ScoreAll = Callable[[StepBatch], MeanScores]
 """Scores the rows of a batch under the current policy at temperature 1."""
 
 
-class TakenIn(NamedTuple):
-    """Fraction of fresh successes in the groups of a step, and a note for the user, if any."""
+class StoreReport(NamedTuple):
+    """Result of storing a step: the fraction of fresh successes, and a note for the user, if any."""
 
     pass_rate: float
     note: str | None
@@ -55,7 +55,7 @@ class Replay:
     the same decisions from the same groups.
 
     Args:
-        setting: how experience is kept and drawn, K, and what a success is.
+        options: how experience is kept and drawn, K, and what a success is.
         questions: number of questions; they are known by index 0..questions-1.
         seed: of the draws.
         success_option: name of the option `success`, for notes.
@@ -75,7 +75,7 @@ class Replay:
 
     def __init__(
         self,
-        setting: MethodOptions,
+        options: MethodOptions,
         questions: int,
         seed: int,
         *,
@@ -83,12 +83,12 @@ class Replay:
         mixture: Mixture | None = None,
         prompt: Callable[[int], TokenIds] | None = None,
     ) -> None:
-        self.setting, self.config = setting, setting.experience
-        self.memory = ExperienceMemory(questions, setting)
+        self.options, self.config = options, options.experience
+        self.memory = ExperienceMemory(questions, options)
         self.open = self.config.start_pass_rate == 0
         self._opened = -1
         """The step that has opened it: replay begins with the next one."""
-        self.watch = RewardWatch(setting.success, success_option)
+        self.watch = RewardWatch(options.success, success_option)
         self.pool = FreshQuestions(questions, generator(seed, "fresh questions"), mixture)
         self.rng = generator(seed, "replay")
         self._prompt = prompt
@@ -120,7 +120,7 @@ class Replay:
 
     def _planner(self, batch: int, step: int) -> BatchPlanner:
         ratio = self.config.ratio if self.active and step > self._opened else 0.0
-        return BatchPlanner(step, batch, ratio, self.setting, self.memory, self.pool, self._prioritise, self.rng)
+        return BatchPlanner(step, batch, ratio, self.options, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
         """Plan the groups of a step: of `batch` questions, or fewer where too few are left unretired."""
@@ -197,7 +197,7 @@ class Replay:
     def settle(
         self, batch: StepBatch, size: int, step: int, *, among: Ints | None = None, refilled: bool = False
     ) -> StepBatch:
-        """Return the batch with `trained`, and with late groups of stored answers behind the others.
+        """Return the batch with `trained`, and with late groups of stored answers appended.
 
         Args:
             batch: the graded groups of a step.
@@ -220,21 +220,21 @@ class Replay:
         numbers = iter(range(batch.groups, batch.groups + len(late)))
         trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]
         if late:
-            batch = batch.behind(self._join(late, [one.rows for one in late]))
+            batch = batch.append_groups(self._join(late, [one.rows for one in late]))
         batch.fill(trained=np.array(trained, np.int64))
         return batch
 
     def in_band(self, batch: StepBatch, band: Band) -> Mask:
         """Return a mask [G] of the groups in the trained band; groups of stored answers alone are in every band."""
-        samples = self.setting.samples
+        samples = self.options.samples
         asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
         return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
 
     def admitted(self, batch: StepBatch) -> Mask:
-        """Return a mask [N] of the rows of a graded step that `take_in` stores."""
+        """Return a mask [N] of the rows of a graded step that `store` stores."""
         return self.memory.admitted(batch) if self.active else np.zeros(len(batch), bool)
 
-    def take_in(self, batch: StepBatch, step: int, admitted: Mask | None = None) -> TakenIn:
+    def store(self, batch: StepBatch, step: int, admitted: Mask | None = None) -> StoreReport:
         """Update the memory with the graded groups of a step; replay that they open begins with the next step.
 
         Args:
@@ -243,13 +243,13 @@ class Replay:
             admitted: [N] result of `admitted`; None: compute it now.
         """
         rewards = batch.reward[batch.fresh]
-        rate = float(is_success(rewards, self.setting.success).mean())
+        rate = float(is_success(rewards, self.options.success).mean())
         self.memory.update(batch, step, self.admitted(batch) if admitted is None else admitted)
         # Continuous rewards may never reach `success`.
         progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
         if not self.open and progress > self.config.start_pass_rate:
             self.open, self._opened = True, step
-        return TakenIn(rate, self.watch.observe(rewards))
+        return StoreReport(rate, self.watch.observe(rewards))
 
     def _generators(self) -> dict[str, np.random.Generator]:
         return {"pool": self.pool.rng, "replay": self.rng}

@@ -199,18 +199,18 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
         DataError: on every rank, if the file cannot be read or nothing in it can be used.
         RewardError: on every rank, if the reward of an answer is no number.
     """
-    setting = run.replay.setting
-    if setting.experience.start is None:
+    options = run.replay.options
+    if options.experience.start is None:
         return None
-    started = Started(str(setting.experience.start))
+    started = Started(str(options.experience.start))
     rows = agree(run.world, lambda: _read(run, encoding, started))
     _check_alike(run.world, rows, started)
     _grade(run, rows, started)
-    rows = _distinct(rows, Needs.of(rules.find("admit", setting.experience.admit)).distinct, started)
+    rows = _distinct(rows, Needs.of(rules.find("admit", options.experience.admit)).distinct, started)
     _score(run, rows, started)
-    counts = _success_counts(rows, setting)
+    counts = _success_counts(rows, options)
     columns = {
-        "advantage": _advantages(rows, counts, setting),
+        "advantage": _advantages(rows, counts, options),
         "successes": np.array([row.successes for row in rows]),
         "answers": np.array([row.answers for row in rows]),
     }
@@ -248,7 +248,7 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
 
 
 def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
-    rule = run.replay.setting.experience.start_log_prob
+    rule = run.replay.options.experience.start_log_prob
     allowed_tokens = trace.allowed_tokens if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
     may = may and own and allowed_tokens is trace.allowed_tokens and trace.old_log_probs_from != "unknown"
@@ -309,7 +309,7 @@ def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[
 
 
 def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
-    if run.replay.setting.experience.start_log_prob == "unknown":
+    if run.replay.options.experience.start_log_prob == "unknown":
         started.changed["without log-probs: their writer counts as certain"] = len(rows)
         return
     unknown = [row for row in rows if row.one.old_log_probs_from == "unknown"]
@@ -324,27 +324,27 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
             row.one = replace(row.one, log_prob=log_prob[batch.at(place)], old_log_probs_from="trainer")
 
 
-def _success_counts(rows: Sequence[_Row], setting: MethodOptions) -> dict[int, float]:
+def _success_counts(rows: Sequence[_Row], options: MethodOptions) -> dict[int, float]:
     """Success count K m / F of each question in [1, K-1], of its latest known group, else of its rows."""
     of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
     successes: dict[int, list[bool]] = {}
     for row in rows:
-        successes.setdefault(row.question.index, []).append(bool(is_success(row.one.reward, setting.success)))
+        successes.setdefault(row.question.index, []).append(bool(is_success(row.one.reward, options.success)))
     return {
-        question: float(np.clip(setting.samples * of_groups.get(question, np.mean(right)), 1, setting.samples - 1))
+        question: float(np.clip(options.samples * of_groups.get(question, np.mean(right)), 1, options.samples - 1))
         for question, right in successes.items()
     }
 
 
-def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], setting: MethodOptions) -> Doubles:
+def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], options: MethodOptions) -> Doubles:
     """[N] advantages of the traces; an unknown one is that in K answers with the question's success count."""
     place = {question: number for number, question in enumerate(counts)}
     group = [place[row.question.index] for row in rows]
     right, groups = np.array(list(counts.values())), np.arange(len(counts))
-    successes = np.full(len(counts), setting.success)
+    successes = np.full(len(counts), options.success)
     reward = np.concatenate([[row.one.reward for row in rows], successes, np.where(successes == 0, -1.0, 0.0)])
-    weight = np.concatenate([np.zeros(len(rows)), right, setting.samples - right])
+    weight = np.concatenate([np.zeros(len(rows)), right, options.samples - right])
     of = np.concatenate([group, groups, groups])
-    unknown = group_advantages(reward, of, weight, setting.objective).tolist()
+    unknown = group_advantages(reward, of, weight, options.objective).tolist()
     known = [row.advantage for row in rows]
     return np.array([other if one is None else one for one, other in zip(known, unknown, strict=False)])

@@ -45,8 +45,8 @@ def check(batch) -> None:
 def test_it_goes_through_batch_buffer_checkpoint_and_resume(tmp_path):
     replay = replay_of(3)
     for step in (1, 2, 3):
-        check(step_of(0, step).behind(step_of(1, step)).take(np.array([6, 1])))
-        replay.take_in(step_of(step - 1, step), step)
+        check(step_of(0, step).append_groups(step_of(1, step)).take(np.array([6, 1])))
+        replay.store(step_of(step - 1, step), step)
     np.testing.assert_array_equal(replay.memory.stored(4).hardness, [s + i / 8 for s in (1, 2, 3) for i in range(4)])
     state, store = replay.state(), ExperienceStore(tmp_path)
     name = write_checked(tmp_path, {**state.arrays, **store.save(state.trajectories)})
@@ -59,7 +59,7 @@ def test_it_goes_through_batch_buffer_checkpoint_and_resume(tmp_path):
         check(table.answers(rows, np.arange(12), table.values("question", rows)))
         selected = one.select(one.plan(3, 4), None)
         assert len(selected) == 3
-        check(step_of(0, 4).behind(selected))
+        check(step_of(0, 4).append_groups(selected))
 
 
 def test_a_checkpoint_that_lacks_it_gives_its_default(tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_a_checkpoint_that_lacks_it_gives_its_default(tmp_path, monkeypatch):
         before.delitem(COLUMNS, "hardness")
         before.delitem(COLUMNS, "surprise")
         replay = replay_of(1)
-        replay.take_in(make_batch([(0, [Row(1.0), Row()])]), 1)
+        replay.store(make_batch([(0, [Row(1.0), Row()])]), 1)
         arrays = store.save(replay.memory.all_trajectories())
     table = replay_of(1).memory.table
     table.fill(store.load(arrays))

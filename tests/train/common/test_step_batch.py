@@ -57,7 +57,7 @@ def expected(of_groups: list[tuple[int, list[Row]]]) -> list:
 def test_stored_answers_stand_behind_the_fresh_ones_of_their_group(data, count):
     fresh = data.draw(groups(count, replayed=False))
     stored = [(question, data.draw(rows(True))) for question, _ in fresh]
-    whole = make_batch(fresh).beside(make_batch(stored))
+    whole = make_batch(fresh).append_rows(make_batch(stored))
     assert told(whole) == expected([(q, [*of, *past]) for (q, of), (_, past) in zip(fresh, stored, strict=True)])
     assert [prompt.tolist() for prompt in whole.prompt] == [[q, q + 1] for q, _ in fresh]
 
@@ -65,7 +65,7 @@ def test_stored_answers_stand_behind_the_fresh_ones_of_their_group(data, count):
 @given(st.data(), st.integers(0, 3), st.integers(0, 3))
 def test_further_groups_stand_behind_and_some_groups_are_numbered_anew(data, count, more):
     first, further = data.draw(groups(count, replayed=False)), data.draw(groups(more, replayed=True))
-    whole = make_batch(first).behind(make_batch(further))
+    whole = make_batch(first).append_groups(make_batch(further))
     everything = [*first, *further]
     assert told(whole) == expected(everything)
     chosen = data.draw(st.permutations(range(len(everything))))[: data.draw(st.integers(0, len(everything)))]

@@ -46,13 +46,13 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
 
     setting = MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), K)
     replay, resumed = (Replay(setting, 2, 0) for _ in range(2))
-    replay.take_in(written([1.0, 0.0, 0.0, 0.0], 1), 1)
+    replay.store(written([1.0, 0.0, 0.0, 0.0], 1), 1)
     assert [replayed(replay), replayed(replay)] == [[1], [2]]
-    replay.take_in(written([1.0, 0.0, 0.0, 0.0], 2), 2)
+    replay.store(written([1.0, 0.0, 0.0, 0.0], 2), 2)
     assert [row.step for row in replay.memory.trajectories(0)] == [2]
     resumed.restore(copy.deepcopy(replay.state()))
     assert replayed(resumed) == replayed(replay) == [3]
-    replay.take_in(written([1.0] * K, 3), 3)
+    replay.store(written([1.0] * K, 3), 3)
     assert replay.memory.table.column("replays").tolist() == [], "a solved question leaves nothing"
 
 

@@ -38,14 +38,14 @@ def replaying(compose: str, questions: int, *steps: dict[int, int], **options) -
     values = {"start_pass_rate": 0.0, "ratio": 0.5, "admit": "all", "prioritise": "random", "expire": ()}
     replay = Replay(MethodOptions(ExperienceConfig(**{**values, "compose": compose, **options}), K), questions, 0)
     for step, of_step in enumerate(filter(None, steps), 1):
-        replay.take_in(graded(of_step, step), step)
+        replay.store(graded(of_step, step), step)
     return replay
 
 
 def settled(replay: Replay, of_step: dict[int, int], size: int, step: int) -> tuple[list[StepBatch], list[StepBatch]]:
     """What is trained on of a graded step: groups with fresh answers, and those of stored ones alone."""
     batch = graded(of_step, step)
-    replay.take_in(batch, step)
+    replay.store(batch, step)
     return split(replay.settle(batch, size, step), len(of_step))
 
 

@@ -29,7 +29,7 @@ def group(
     return question, [*fresh, *([Row(1.0, (99,), replayed=True)] if replayed else [])]
 
 
-def take_in(memory: ExperienceMemory, batch: StepBatch, step: int = 0) -> None:
+def store(memory: ExperienceMemory, batch: StepBatch, step: int = 0) -> None:
     """With all rows that `admit` chooses."""
     memory.update(batch, step, memory.admitted(batch))
 
@@ -69,7 +69,7 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire, suc
         for question, rewards, first, mixed in entries:
             mixed = mixed and question in stored
             groups.append(group(question, rewards[: K - mixed], replayed=mixed, step=step, first=first))
-        take_in(memory, make_batch(groups), step)
+        store(memory, make_batch(groups), step)
         of_fresh = [[row for row in rows if not row.replayed] for _, rows in groups]
         # By numpy here too: a position halfway between two buckets hangs on the last bit.
         spread = [float(np.std([row.reward for row in fresh])) for fresh in of_fresh]
@@ -127,7 +127,7 @@ def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands(
 @pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
 def test_a_success_is_what_the_setting_says(success, stored, right):
     memory = remembering(2, K, success=success)
-    take_in(memory, make_batch([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)]))
+    store(memory, make_batch([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)]))
     assert memory.trajectory_count == stored
     assert memory.count[0] == stored
     assert memory.retired.tolist() == [False, success < 1]
@@ -138,7 +138,7 @@ def test_answers_that_are_all_alike_have_no_advantage_to_the_bit(baseline):
     memory = ExperienceMemory(
         1, MethodOptions(ExperienceConfig(admit="all"), 3, objective=ObjectiveConfig(baseline=baseline))
     )
-    take_in(memory, make_batch([group(0, [0.1] * 3)]))
+    store(memory, make_batch([group(0, [0.1] * 3)]))
     assert memory.table.column("advantage").tolist() == [0.0] * 3
 
 
@@ -148,9 +148,9 @@ def test_groups_of_stored_answers_alone_show_nothing(bucket_by):
     memory, other = (remembering(3, K, bucket_by=bucket_by, count_replayed=True) for _ in range(2))
     fresh, stored = group(0, [1.0, 1.0, 1.0, 0.0]), (1, [Row(1.0, (i,), replayed=True) for i in range(2)])
     for of in (memory, other):
-        take_in(of, make_batch([group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * K)]))
-    take_in(memory, make_batch([fresh, stored]), 1)
-    take_in(other, make_batch([fresh]), 1)
+        store(of, make_batch([group(1, [1.0, 1.0, 0.0, 0.0]), group(2, [0.0] * K)]))
+    store(memory, make_batch([fresh, stored]), 1)
+    store(other, make_batch([fresh]), 1)
     for name, array in other.arrays().items():
         assert memory.arrays()[name].tolist() == array.tolist(), name
 
@@ -158,7 +158,7 @@ def test_groups_of_stored_answers_alone_show_nothing(bucket_by):
 @pytest.mark.parametrize("bucket_by", ["success_count", "reward_deviation"])
 def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
     memory = remembering(1, 2, success=-1.0, bucket_by=bucket_by)
-    take_in(memory, make_batch([(0, [Row(0.0, (), finished=False), Row(-0.5)])]))
+    store(memory, make_batch([(0, [Row(0.0, (), finished=False), Row(-0.5)])]))
     assert not memory.retired.any()
     assert all(len(row.response) for row in memory.all_trajectories())
 
@@ -172,7 +172,7 @@ def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():
     try:
         for question in range(count):
             rows = [Row(float(i < 3), rng.integers(0, 9, tokens, dtype=np.int32)) for i in range(8)]
-            take_in(memory, make_batch([(question, rows)]))
+            store(memory, make_batch([(question, rows)]))
         del rows
         held, _ = tracemalloc.get_traced_memory()
     finally:

@@ -16,7 +16,7 @@ from tests.train.replay.test_memory import group
 @pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
 def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
     replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 4), 6, seed=0)
-    replay.take_in(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
+    replay.store(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
     asked = []
 
     def score(candidates):
@@ -78,7 +78,7 @@ def test_what_is_replayed_is_as_it_was_stored():
         penalty=0.25,
         old_log_probs_from=ENGINE,
     )
-    replay.take_in(make_batch([(2, [row, Row(0.0)])]), 4)
+    replay.store(make_batch([(2, [row, Row(0.0)])]), 4)
     for times in (1, 2):
         selected = replay.select([PlannedGroup(1, 2), PlannedGroup(2, 1, 1)], lambda _: pytest.fail("no rule asks"))
         assert (selected.question.tolist(), selected.group.tolist()) == ([1, 2], [1])
@@ -93,9 +93,9 @@ def test_the_groups_that_are_settled_on_are_numbers_of_the_whole_batch():
     """Some groups may be trained on; stored answers come behind all of them."""
     options = ExperienceConfig(start_pass_rate=0.0, compose="in_place", admit="all", expire=(), ratio=1.0)
     replay = Replay(MethodOptions(options, 2), 9, seed=0)
-    replay.take_in(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
+    replay.store(make_batch([group(8, [1.0, 0.0], step=1)]), 1)
     batch = make_batch([group(q, [1.0, q % 2], step=2) for q in range(5)])
-    replay.take_in(batch, 2)
+    replay.store(batch, 2)
     settled = replay.settle(batch, 5, 2, among=np.array([1, 4, 3, 2]))
     assert settled.question.tolist() == [0, 1, 2, 3, 4, 8]
     assert settled.trained.tolist() == [4, 2, 3, 5]

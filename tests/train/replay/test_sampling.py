@@ -14,7 +14,7 @@ from scipy import stats
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.replay import Candidates, ExperienceConfig, MethodOptions, Priority, Replay, draw, rules
 from tests.train.batches import make_batch
-from tests.train.replay.test_memory import group, take_in
+from tests.train.replay.test_memory import group, store
 
 K = 8
 VALUES = sorted({float(Fraction(K * m, f)) for f in (K - 1, K) for m in range(1, f)})
@@ -80,9 +80,9 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     shown = [pair for pair in shown for _ in range(30)]
     replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, ratio=0.5), K), len(shown), 5)
     memory = replay.memory
-    take_in(memory, make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]))
+    store(memory, make_batch([group(q, [1.0] + [0.0] * 7) for q in range(len(shown))]))
     rewards = [[1.0] * m + [0.0] * (f - m) for m, f in shown]
-    take_in(memory, make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1)
+    store(memory, make_batch([group(q, r, replayed=len(r) == 7) for q, r in enumerate(rewards)]), 1)
     planned = [replay.plan(8, 2) for _ in range(3000)]
     assert all(sum(one.choose for one in groups) == 4 for groups in planned)
     drawn = np.array([one.question for groups in planned for one in groups if one.choose])
