@@ -20,7 +20,7 @@ from exgrpo.kernels.backend_choice import architecture
 from exgrpo.kernels.dispatch import unavailable
 from exgrpo.kernels.timing import ENTROPY_COEF, Shape, interleave, make_inputs
 from exgrpo.kernels.triton_chunks import launch
-from exgrpo.kernels.triton_chunks.launch import Plan
+from exgrpo.kernels.triton_chunks.launch import LaunchPlan
 
 ROWS = tuple(product((1024, 2048, 4096, 8192, 16384), (4, 8, 16)))
 TILES = (
@@ -33,17 +33,17 @@ NOISE = 0.01
 WRONG = 1e-2
 """Relative difference between results: right ones differ by rounding alone, which is far less."""
 
-Run = Callable[[Plan], Tensor]
+Run = Callable[[LaunchPlan], Tensor]
 
 
-def run_with(plan: Plan, key: str, loss: Callable[[], Tensor]) -> Tensor:
+def run_with(plan: LaunchPlan, key: str, loss: Callable[[], Tensor]) -> Tensor:
     """Compute a loss's gradient with a plan in the place of the present one."""
     launch.PLANS[key] = plan
     launch.plan.cache_clear()
     return loss()
 
 
-def fastest(plans: Sequence[Plan], run: Run, device: torch.device, budget: float) -> Plan:
+def fastest(plans: Sequence[LaunchPlan], run: Run, device: torch.device, budget: float) -> LaunchPlan:
     """Return the plan with the shortest median; the first one unless another is faster by more than NOISE."""
     right = run(plans[0])
     calls = {}
@@ -65,7 +65,7 @@ def fastest(plans: Sequence[Plan], run: Run, device: torch.device, budget: float
     return best if times[best] < (1 - NOISE) * times[plans[0]] else plans[0]
 
 
-def tune(shape: Shape, dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[str, Plan]:
+def tune(shape: Shape, dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[str, LaunchPlan]:
     """Return the key and the fastest plan for heads of a shape: row kernels, then tiles, then the kind of product."""
     hidden, weight, target, _ = make_inputs(*shape, dtype, device)
     hidden.requires_grad_()

@@ -14,7 +14,7 @@ from exgrpo.train.common.errors import ConfigError, ReportError
 from exgrpo.train.common.process import run_program
 from exgrpo.train.config.command_line import options_of
 from exgrpo.train.config.recipe import merged, read_recipe, recipe_path
-from exgrpo.train.config.replay import KINDS, Kind
+from exgrpo.train.config.replay import KINDS, MethodKind
 from exgrpo.train.config.section import flat
 from studies import report, run
 from studies.findings import Findings
@@ -46,7 +46,7 @@ class Options(BaseModel):
     method: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD")] = Field(
         min_length=1, description="Recipes, and functions as FILE.py:FUNCTION; later ones win."
     )
-    kind: Kind = Field("prioritise", description="Kind of a function: one of the five of a method.")
+    kind: MethodKind = Field("prioritise", description="Kind of a function: one of the five of a method.")
     asks: float = Field(
         1.0,
         gt=0,

@@ -15,7 +15,7 @@ COUNTED = {"generated_tokens": "tokens", "seconds": "seconds"}
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """A table: title, explanation, headings and rows of cells."""
 
     title: str
@@ -42,7 +42,7 @@ def table(findings: Findings) -> str:
     return "\n".join(parts)
 
 
-def tables(findings: Findings) -> Iterator[Table]:
+def tables(findings: Findings) -> Iterator[PageTable]:
     """Yield all tables, each with its rows by task."""
     if findings.study.plan.claims:
         yield _claims(findings)
@@ -51,7 +51,7 @@ def tables(findings: Findings) -> Iterator[Table]:
     yield _at_equal_cost(findings)
 
 
-def _scores(findings: Findings) -> Table:
+def _scores(findings: Findings) -> PageTable:
     base = findings.baseline
     headings = ["task", "arm"]
     for name in SCORES:
@@ -73,7 +73,7 @@ def _scores(findings: Findings) -> Table:
         f"Interquartile means over seeds; differences are of means; {_intervals(findings)} "
         "“Better than it” is the probability that a run of the arm ends with a higher Pass@1 than one of the baseline."
     )
-    return Table("The end of training", text, headings, rows)
+    return PageTable("The end of training", text, headings, rows)
 
 
 def _intervals(findings: Findings) -> str:
@@ -86,7 +86,7 @@ def _intervals(findings: Findings) -> str:
     return none if all(few) else f"{text} {none.capitalize()}" if any(few) else text
 
 
-def _claims(findings: Findings) -> Table:
+def _claims(findings: Findings) -> PageTable:
     rows = []
     for claim in findings.study.plan.claims:
         found = findings.of_claim(claim)
@@ -104,7 +104,7 @@ def _claims(findings: Findings) -> Table:
         "Differences at the end of training, means over the tasks; above or below 0: the interquartile mean of a "
         "curve's means over the run; undecided: the interval includes 0."
     )
-    return Table("Claims", text, ["claim", "which means", "here", "verdict"], rows)
+    return PageTable("Claims", text, ["claim", "which means", "here", "verdict"], rows)
 
 
 def _signed(found: Interval) -> str:
@@ -115,7 +115,7 @@ def _bold(text: str, so: bool) -> str:
     return f"**{text}**" if so else text
 
 
-def _costs(findings: Findings) -> Table:
+def _costs(findings: Findings) -> PageTable:
     base = findings.baseline
     headings = ["task", "arm", *COUNTED.values(), *(f"{words} to its end" for words in COUNTED.values())]
     rows = []
@@ -133,7 +133,7 @@ def _costs(findings: Findings) -> Table:
         f"token must cost, in seconds of a token trained on, for the arm to reach that end in less time. "
         f"{' '.join(_prices(findings, task) for task in findings.tasks)}"
     )
-    return Table("The cost", text, [*headings, "saves time from", "chosen"], rows)
+    return PageTable("The cost", text, [*headings, "saves time from", "chosen"], rows)
 
 
 def _prices(findings: Findings, task: str) -> str:
@@ -145,7 +145,7 @@ def _prices(findings: Findings, task: str) -> str:
     return f"{cost}, beside {step:.2g} s of a step (least squares)."
 
 
-def _at_equal_cost(findings: Findings) -> Table:
+def _at_equal_cost(findings: Findings) -> PageTable:
     base, scores = findings.baseline, ("pass_at_1", "pass_at_k")
     points = [(cost, share) for cost in COUNTED for share in (0.5, 1.0)]
     headings = ["task", "arm"]
@@ -155,7 +155,7 @@ def _at_equal_cost(findings: Findings) -> Table:
         gains = [findings.gain_at(cost, share, arm, of, [task]) for cost, share in points for of in scores]
         rows.append([task, arm.name, *map(_signed, gains)])
     text = f"Differences to {base.name} where both have spent the same: 100% is all that the cheaper of them spends."
-    return Table("At equal cost", text, headings, rows)
+    return PageTable("At equal cost", text, headings, rows)
 
 
 def _ratio(found: Interval) -> str:

@@ -105,7 +105,7 @@ class Search(BaseModel):
     budget: Budget | None = None
 
 
-class Plan(BaseModel):
+class StudyPlan(BaseModel):
     """The content of a study's file.
 
     Attributes:

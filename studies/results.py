@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.metrics.report.curves import Columns
+from exgrpo.train.metrics.report.curves import MetricColumns
 
 FloatArray = npt.NDArray[np.float64]
 DIGITS = 5  # significant digits in the file
@@ -80,7 +80,7 @@ def _rounded(value: float) -> float | int | None:
     return int(value) if float(value).is_integer() else float(f"{value:.{DIGITS}g}")
 
 
-def curves_of(columns: Columns, samples: int) -> dict[str, FloatArray]:
+def curves_of(columns: MetricColumns, samples: int) -> dict[str, FloatArray]:
     """Return the curves of a `Result` from the columns of a run with `samples` answers per held-out question."""
     none = np.full(len(columns["step"]), np.nan)
     scores = {

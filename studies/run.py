@@ -49,7 +49,7 @@ class Options(BaseModel):
 
 
 @dataclass
-class Work:
+class StudyWork:
     """Execution of a study's runs.
 
     Attributes:
@@ -119,7 +119,7 @@ class Work:
 def do(study: Study, results: ResultFile, options: Options, resources: ExitStack) -> None:
     """Print the runs left of a study, and do them; raise an ExgrpoError if one fails or a folder cannot be written."""
     console = Console()
-    todo = Work(study, results, options, Origin.here())
+    todo = StudyWork(study, results, options, Origin.here())
     console.print(table_of(study, left_of(study, results, todo.height), options.workers))
     if options.plan:
         return

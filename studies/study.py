@@ -18,7 +18,7 @@ from exgrpo.train.config.recipe import merged, read_recipe, recipe_path, validat
 from exgrpo.train.config.section import explain, flat
 from exgrpo.train.run.startup_checks import check_method
 from studies.climb import Choice, Climb, climb
-from studies.plan import Plan
+from studies.plan import StudyPlan
 from studies.sources import by_source, found_from
 
 NO_PART = ("output.", "checkpoint.", "resume", "reward.workers")
@@ -59,7 +59,7 @@ class Study:
     """A plan, and the path of its file."""
 
     path: Path
-    plan: Plan
+    plan: StudyPlan
     _resolved: dict[str, Planned] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -225,9 +225,9 @@ def load_study(path: Path) -> Study:
             raise ConfigError(f"{path}: no such study")
         text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        study = Study(path, Plan.model_validate(parse_yaml(text)))
+        study = Study(path, StudyPlan.model_validate(parse_yaml(text)))
     except ValidationError as error:
-        raise ConfigError(explain(error, Plan, str(path))) from None
+        raise ConfigError(explain(error, StudyPlan, str(path))) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     study.check()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exgrpo.extras import needs
-from exgrpo.integrations.trl_loss import FusedLossMixin, LossArguments, at_temperature
+from exgrpo.integrations.trl_loss import FusedLossMixin, PolicyLossInputs, at_temperature
 
 with needs(__name__, "exgrpo[trl]"):
     import numpy as np
@@ -274,7 +274,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             )
         return (log_probs, entropies) if entropy else log_probs
 
-    def _objective(self, inputs: dict[str, Any]) -> LossArguments:
+    def _objective(self, inputs: dict[str, Any]) -> PolicyLossInputs:
         objective = super()._objective({**inputs, "tool_mask": inputs["response_mask"]})
         term = self.weigher.term
         clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None

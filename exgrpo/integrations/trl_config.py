@@ -26,7 +26,7 @@ with needs(__name__, "exgrpo[trl]"):
         RolloutConfig,
         Section,
     )
-    from exgrpo.train.config.replay import Kind
+    from exgrpo.train.config.replay import MethodKind
     from exgrpo.train.config.section import explain
     from exgrpo.train.replay import rules
     from exgrpo.train.replay.rehearsal import rehearse
@@ -225,7 +225,7 @@ def _check_method(options: ExGRPOConfig) -> None:
         )
 
 
-def _needs(kind: Kind, name: str) -> Needs:
+def _needs(kind: MethodKind, name: str) -> Needs:
     return Needs.of(rules.find(kind, name))
 
 

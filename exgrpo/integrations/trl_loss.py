@@ -33,7 +33,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """Loss types of TRL that differ only in the weight of each token, which is multiplied into its advantage."""
 
 
-class LossArguments(NamedTuple):
+class PolicyLossInputs(NamedTuple):
     """Arguments of `linear_policy_loss` for the loss of one micro-batch."""
 
     old_log_prob: Tensor  # [B, C] fp32
@@ -66,7 +66,7 @@ def use_kernels(
     """Make `model(..., labels=labels, fused_lm_head=True)` compute with the kernels; other calls are unchanged.
 
     The call returns TRL's output with `log_probs` and `entropy` [B, L-1]. With `objective`, a function that returns
-    `LossArguments`, these are detached and [B, C], for the last C positions, and `loss` is `linear_policy_loss`'s.
+    `PolicyLossInputs`, these are detached and [B, C], for the last C positions, and `loss` is `linear_policy_loss`'s.
     It is a function because FSDP casts tensor arguments of a model to its own dtype.
 
     Args:
@@ -105,7 +105,7 @@ def _fused_forward(
     fused: _FusedModel,
     *args: Any,
     labels: Tensor,
-    objective: Callable[[], LossArguments] | None = None,
+    objective: Callable[[], PolicyLossInputs] | None = None,
     **kwargs: Any,
 ) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
@@ -137,7 +137,7 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any]) -> LogP
     return linear_log_prob(head.hidden, head.weight, target, bias=head.bias, **options)
 
 
-def _policy_loss(head: HeadInputs, target: Tensor, objective: LossArguments, options: dict[str, Any]) -> PolicyLoss:
+def _policy_loss(head: HeadInputs, target: Tensor, objective: PolicyLossInputs, options: dict[str, Any]) -> PolicyLoss:
     return linear_policy_loss(head.hidden, head.weight, target, bias=head.bias, **objective._asdict(), **options)
 
 
@@ -205,7 +205,7 @@ class FusedLossMixin(GRPOTrainer):
             loss = loss + weight * passes[-1].aux_loss
         return loss
 
-    def _objective(self, inputs: dict[str, Any]) -> LossArguments:
+    def _objective(self, inputs: dict[str, Any]) -> PolicyLossInputs:
         """Express TRL's loss of a micro-batch as arguments of `linear_policy_loss`.
 
         The objective is positively homogeneous in the advantage, so the weight of a token relative to the mean over
@@ -224,7 +224,7 @@ class FusedLossMixin(GRPOTrainer):
         old_log_prob = inputs.get("old_per_token_logps")
         if old_log_prob is None:  # one optimiser step per generation: the current policy wrote the answers
             old_log_prob = torch.full(mask.shape, math.inf, device=mask.device)
-        return LossArguments(
+        return PolicyLossInputs(
             old_log_prob=old_log_prob,
             advantage=advantage.expand(mask.shape),
             mask=mask.bool(),

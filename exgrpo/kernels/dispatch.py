@@ -127,7 +127,7 @@ def automatic(device: torch.device, operand: torch.dtype, logits: int) -> str:
     return next(able, "torch")
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """Call that needs a backend."""
 
     operation: str
@@ -138,7 +138,7 @@ class Kind(NamedTuple):
     """Number of logits or of entries, the largest of any rank of a group: all have to take the same backend."""
 
 
-def take(name: str, kind: Kind, group: "ProcessGroup | None" = None) -> Backend:
+def take(name: str, kind: CallKind, group: "ProcessGroup | None" = None) -> Backend:
     """Return the backend that was requested for a call; ``auto`` is decided here, as the size is known.
 
     Raises:
@@ -163,7 +163,7 @@ def take_for_head(name: str, operation: str, head: Head) -> Backend:
     """Return the backend for an operation on a head, as `take` does."""
     options = head.options
     logits = head.target.numel() * options.shard.largest
-    return take(name, Kind(operation, head.hidden.device, options.operand, logits), options.shard.group)
+    return take(name, CallKind(operation, head.hidden.device, options.operand, logits), options.shard.group)
 
 
 def _check_named(name: str, device: torch.device, dtype: torch.dtype, group: "ProcessGroup | None") -> None:

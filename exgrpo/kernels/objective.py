@@ -19,7 +19,7 @@ STD_EPSILON = 1e-6
 """Added to a standard deviation before it divides."""
 
 
-class Objective(NamedTuple):
+class ObjectiveTerms(NamedTuple):
     """The objective (to be maximised) of each token; every field has the tokens' shape."""
 
     value: Tensor
@@ -59,7 +59,7 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
-def policy_objective(log_prob: Tensor, tokens: PolicyTokens, surrogate: Surrogate) -> Objective:
+def policy_objective(log_prob: Tensor, tokens: PolicyTokens, surrogate: Surrogate) -> ObjectiveTerms:
     """Objective and derivative of every token. All tensors have the shape of ``log_prob``."""
     old_log_prob, advantage, replayed = tokens
     log_ratio = log_prob - torch.where(old_log_prob == PRESENT, log_prob, old_log_prob)
@@ -80,7 +80,7 @@ def policy_objective(log_prob: Tensor, tokens: PolicyTokens, surrogate: Surrogat
         shaped = advantage * torch.sigmoid(logit)
         value = torch.where(replayed, shaped, value)
         coefficient = torch.where(replayed, shaped * torch.sigmoid(-logit), coefficient)
-    return Objective(value, coefficient, ratio, clipped)
+    return ObjectiveTerms(value, coefficient, ratio, clipped)
 
 
 def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:

@@ -59,7 +59,7 @@ def test_a_rehearsal_leaves_everything_there_is_to_leave(tmp_path):
     finished = {name for name, problem in gpu.problems(found).items() if not problem}
     assert finished == {part.name for part in PARTS if not part.missing()}
     assert {"floor", "exgrpo torch"} <= {row["row"] for row in found.rows}
-    assert (tmp_path / "launch_table.txt").read_text().startswith('"cpu bfloat16 narrow": Plan(')
+    assert (tmp_path / "launch_table.txt").read_text().startswith('"cpu bfloat16 narrow": LaunchPlan(')
     again = started("--rehearse", "--output", str(tmp_path))  # nothing is left to do
     assert again.returncode == 0
     assert "at most" not in again.stdout

@@ -60,7 +60,7 @@ def with_clips(trainer: Recorded) -> tuple[Recorded, list[Any]]:
     """The trainer after its training, and the clips of its losses."""
     clips, objective = [], trainer._objective
 
-    def recorded(inputs: dict[str, Any]) -> trl_loss.LossArguments:
+    def recorded(inputs: dict[str, Any]) -> trl_loss.PolicyLossInputs:
         clips.append(objective(inputs).clip)
         return objective(inputs)
 

@@ -64,7 +64,7 @@ def test_the_most_specific_plan_decides_and_unknown_gpus_have_that_of_an_older_o
 )
 def test_chunks_are_whole_waves_of_an_h100(memory, tokens, rows):
     """At D = 1536, V = 151936 in bf16: a row's exponentials, their sums, its hidden states and their gradients."""
-    plan = launch.Plan(fused=True, memory=1 << 30, rows=Launch(4096, 16), tile=Tile(128, 256, 64, 8, 4))
+    plan = launch.LaunchPlan(fused=True, memory=1 << 30, rows=Launch(4096, 16), tile=Tile(128, 256, 64, 8, 4))
     row = row_cost(torch.bfloat16, 1536, VOCABULARY) + 12_000
     found = rows_of(plan, memory, tokens, 1536, Cost(0, row, ()), 132)
     assert min(found, tokens) == rows

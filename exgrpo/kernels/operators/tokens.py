@@ -40,7 +40,7 @@ def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     given = SCHEMA.given(arguments)
     scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
     values = scored.log_prob
-    kind = dispatch.Kind("policy_loss", values.device, values.dtype, values.numel())
+    kind = dispatch.CallKind("policy_loss", values.device, values.dtype, values.numel())
     return (*dispatch.take(given["backend"], kind).token_objective(scored, surrogate_of(given)),)
 
 
@@ -77,7 +77,7 @@ token_objective.register_autograd(_backward, setup_context=_save)
 @custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
-    kind = dispatch.Kind("group_advantage", reward.device, reward.dtype, reward.numel())
+    kind = dispatch.CallKind("group_advantage", reward.device, reward.dtype, reward.numel())
     return dispatch.take(backend, kind).centre_groups(reward, group, scale_by_std)
 
 
@@ -89,7 +89,7 @@ def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor
 @custom_op("exgrpo::segment_mean", mutates_args=())
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
-    kind = dispatch.Kind("sequence_entropy", values.device, values.dtype, values.numel())
+    kind = dispatch.CallKind("sequence_entropy", values.device, values.dtype, values.numel())
     return dispatch.take(backend, kind).segment_mean(values, counted, offsets)
 
 

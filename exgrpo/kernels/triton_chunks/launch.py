@@ -47,7 +47,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Launches of a call.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
     tile: Tile
 
 
-DEFAULT = Plan(fused=False, memory=1 << 30, rows=Launch(2048, 8), tile=Tile(64, 64, 32, 4, 2))
+DEFAULT = LaunchPlan(fused=False, memory=1 << 30, rows=Launch(2048, 8), tile=Tile(64, 64, 32, 4, 2))
 # Timed on an H100 80GB HBM3, 2026-11-22, torch 2.11.0, triton 3.6.0, CUDA 13.0, at (T, D, V) = (8192, 1536, 151936) and
 # (8192, 3584, 152064), forward and policy loss: narrow 25.4 ms fused and 30.2 by the library's product, wide 54.5 and
 # 63.9. The policy loss in chunks of 1024, 2048, 4096 and 8192 rows: narrow 24.3, 21.1, 19.9 and 18.7 ms, wide 57.0,
@@ -90,7 +90,7 @@ PLANS = {
 
 
 @cache
-def plan(device: torch.device, operand: torch.dtype, width: int, vocabulary: int) -> Plan:
+def plan(device: torch.device, operand: torch.dtype, width: int, vocabulary: int) -> LaunchPlan:
     """Return the plan of a call whose operands are [rows, width] and [vocabulary, width] of dtype ``operand``."""
     chosen = planned(architecture(device), operand, width)
     block = min(chosen.rows.block, fitting_block(vocabulary))
@@ -98,7 +98,7 @@ def plan(device: torch.device, operand: torch.dtype, width: int, vocabulary: int
     return replace(chosen, memory=memory, rows=replace(chosen.rows, block=block))
 
 
-def planned(name: str, operand: torch.dtype, width: int) -> Plan:
+def planned(name: str, operand: torch.dtype, width: int) -> LaunchPlan:
     """Return the plan of PLANS for an architecture; an unknown GPU has that of an older one of its generation."""
     # sm_80 for sm_86, sm_87 and sm_89, sm_120 for sm_121
     older = [known for known in PLANS if known[:-1] == name[:-1] and known <= name and name.startswith("sm_")]

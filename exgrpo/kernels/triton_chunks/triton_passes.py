@@ -16,7 +16,7 @@ from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks import triton_tokens
-from exgrpo.kernels.triton_chunks.launch import Plan, multiprocessors, plan
+from exgrpo.kernels.triton_chunks.launch import LaunchPlan, multiprocessors, plan
 from exgrpo.kernels.triton_chunks.row_kernels import (
     LARGEST_SUM,
     gradient_kernel,
@@ -28,7 +28,7 @@ ALIGNED = 16
 """Entries that divide the stride between a matrix's rows, whatever V is: loads are wide then."""
 
 
-def plan_of(head: ChunkedHead) -> Plan:
+def plan_of(head: ChunkedHead) -> LaunchPlan:
     """Return the launch plan of a head, fused only where the product can be."""
     weight, operand = head.products.weight, head.options.operand
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
@@ -41,7 +41,7 @@ def plan_of(head: ChunkedHead) -> Plan:
     return replace(chosen, fused=fused)
 
 
-def rows_of(plan: Plan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int) -> int:
+def rows_of(plan: LaunchPlan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int) -> int:
     """Tokens of a chunk: all, or whole tiles and whole waves of them.
 
     Args:
@@ -73,7 +73,7 @@ class TritonPasses(ByFormulas):
     tile = chunking.TILE_ROWS
     block = None  # to know how many rows of a chunk have a gradient, the host would have to wait for the device
 
-    def __init__(self, head: ChunkedHead, chosen: Plan) -> None:
+    def __init__(self, head: ChunkedHead, chosen: LaunchPlan) -> None:
         self.head = head
         self.plan = chosen
         self.products = head.products

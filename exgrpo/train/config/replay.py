@@ -12,9 +12,9 @@ from exgrpo.train.config.section import Folder, Section
 TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
 BucketBy = Literal["success_count", "reward_deviation"]
 Baseline = Literal["mean", "leave_one_out", "log_mean_exp"]
-Kind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
+MethodKind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.replay"
-KINDS: dict[Kind, Functions] = {
+KINDS: dict[MethodKind, Functions] = {
     "admit": Functions(f"{PACKAGE}.admit", "experience.admit", ("distinct", "scores")),
     "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
     "compose": Functions(

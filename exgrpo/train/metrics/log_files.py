@@ -9,7 +9,7 @@ from exgrpo.train.common import jsonl
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 HUGE = 1e300
 
-Kind = Literal["training", "evaluation"]
+RecordKind = Literal["training", "evaluation"]
 """Values of the key "kind" in a record of metrics.jsonl."""
 
 
@@ -24,7 +24,7 @@ class Record:
     """
 
     step: int
-    kind: Kind
+    kind: RecordKind
     numbers: dict[str, float]
 
 
@@ -48,6 +48,6 @@ def _record(record: object) -> Record | None:
         return None
     numbers = {key: value for key, value in record.items() if type(value) in (int, float) and abs(value) < HUGE}
     step, kind = numbers.get("step", -1), record.get("kind")
-    if step < 0 or not float(step).is_integer() or kind not in get_args(Kind):
+    if step < 0 or not float(step).is_integer() or kind not in get_args(RecordKind):
         return None
-    return Record(int(step), cast(Kind, kind), numbers)
+    return Record(int(step), cast(RecordKind, kind), numbers)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from exgrpo.train.common.errors import OutputError, os_errors_as, shown
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind
 from exgrpo.train.metrics.samples import Sample, to_line
 from exgrpo.train.metrics.trackers import Tracker, tracked
 
@@ -48,7 +48,7 @@ class RunLog:
                 else:
                     file.truncate(size)
 
-    def metrics(self, kind: Kind, record: dict[str, float]) -> None:
+    def metrics(self, kind: RecordKind, record: dict[str, float]) -> None:
         """Append one record; NaN becomes null.
 
         Raises:

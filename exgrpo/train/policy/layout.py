@@ -21,7 +21,7 @@ from exgrpo.train.policy.segments import Block, segments
 LONG = 2048
 """Response tokens from which on a prompt is not shared: compared with such an answer it costs little, and a whole row
 needs no mask of its length squared."""
-Plan = list[list[list[int]]]
+Schedule = list[list[list[int]]]
 """For each rank its micro-batches, each a list of numbers of rows. All ranks have the same number of them (empty
 ones at the end), because ranks that disagree on the number of passes wait for each other for ever."""
 
@@ -30,7 +30,7 @@ class Layout(ABC):
     """Base of the layouts. The rows of a pass are a batch of their own, of T response tokens."""
 
     @abstractmethod
-    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
+    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Schedule:
         """Spread rows over ranks and passes of at most `budget` tokens."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Layout(ABC):
 class Padded(Layout):
     """Rows of about the same length, padded on the right."""
 
-    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
+    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Schedule:
         # rows * longest <= budget
         return schedule(_read(batch).tolist(), budget, ranks)
 
@@ -105,7 +105,7 @@ class Padded(Layout):
 class Packed(Layout):
     """No padding; each prompt and their common prefix once per pass. `segments` keeps the rows apart."""
 
-    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Plan:
+    def plan(self, batch: StepBatch, budget: int, ranks: int) -> Schedule:
         # The answers to a prompt stay together as far as the budget allows, which counts prompts whole.
         parts, costs = _parts(batch, budget)
         return [
@@ -161,7 +161,7 @@ class Packed(Layout):
         return np.arange(len(batch.token))
 
 
-def schedule(lengths: Sequence[int], budget: int, ranks: int, *, padded: bool = True) -> Plan:
+def schedule(lengths: Sequence[int], budget: int, ranks: int, *, padded: bool = True) -> Schedule:
     """Spread rows over ranks and into micro-batches.
 
     Longest first, each row goes to the rank with the fewest tokens so far; each rank then groups its rows, which

@@ -14,7 +14,7 @@ from exgrpo.kernels import LogProb, PolicyLoss, policy_loss
 from exgrpo.train.common.functions import Needs, Term
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy.batch import MicroBatch, MiniBatch
-from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, Surrogate
+from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens, SurrogateFunction
 from exgrpo.train.policy.surrogate import clipped
 
 
@@ -38,11 +38,18 @@ class LossTerms:
     kl_coef: float = 0.0
     bounded: bool = True
     term: Term = "shaped"
-    surrogate: Surrogate = clipped
+    surrogate: SurrogateFunction = clipped
 
     @classmethod
     def of(
-        cls, minibatch: MiniBatch, options: MethodOptions, surrogate: Surrogate, *, ranks: int, clip: bool, term: Term
+        cls,
+        minibatch: MiniBatch,
+        options: MethodOptions,
+        surrogate: SurrogateFunction,
+        *,
+        ranks: int,
+        clip: bool,
+        term: Term,
     ) -> "LossTerms":
         """Return the terms of a mini-batch on `ranks` processes, over which DeepSpeed averages gradients.
 

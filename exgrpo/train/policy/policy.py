@@ -36,7 +36,7 @@ from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import MiniBatch
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.flops import EXPERTS
-from exgrpo.train.policy.layout import Layout, Packed, Padded, Plan
+from exgrpo.train.policy.layout import Layout, Packed, Padded, Schedule
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel, compile_layers, dense, layers_of, load_model
 from exgrpo.train.policy.source import ModelSource
@@ -200,7 +200,7 @@ class Policy:
         """[2, T] log-probs and entropies that a pass has found."""
         return torch.stack([result.log_prob, result.entropy]).flatten(1).cpu().numpy()[:, self.layout.places(of_pass)]
 
-    def _whole(self, batch: StepBatch, plan: Plan, mine: list[npt.NDArray[np.float32]]) -> Score:
+    def _whole(self, batch: StepBatch, plan: Schedule, mine: list[npt.NDArray[np.float32]]) -> Score:
         values = np.empty((2, len(batch.token)), np.float32)
         for passes, of_rank in zip(plan, self.world.gather(mine), strict=True):
             for rows, found in zip(passes, of_rank, strict=False):

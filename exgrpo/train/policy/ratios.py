@@ -98,7 +98,7 @@ class Objective:
     clipped: Tensor
 
 
-Surrogate = Callable[[RatioTokens, MethodOptions], Objective]
+SurrogateFunction = Callable[[RatioTokens, MethodOptions], Objective]
 
 
 def clip(ratio: Tensor, advantage: Tensor, bounds: Bounds | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.table import Table
 
-Kind = Literal["buffered", "prompts", "stored"]
+CandidateKind = Literal["buffered", "prompts", "stored"]
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class BatchPlanner:
         # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
         return math.floor(self.ratio * of + 1e-9)
 
-    def candidates(self, kind: Kind) -> Candidates:
+    def candidates(self, kind: CandidateKind) -> Candidates:
         """Return questions with stored answers, prompts that were asked, or all stored answers."""
         return getattr(self.memory, kind)(self.step)
 
-    def draw(self, kind: Kind, wanted: int) -> Ints:
+    def draw(self, kind: CandidateKind, wanted: int) -> Ints:
         """Draw at most `wanted` candidates by their weights: indices of questions, or rows of stored answers."""
         candidates = self.candidates(kind)
         return self.draw_from(candidates, wanted, self.memory.table.rows() if kind == "stored" else candidates.question)

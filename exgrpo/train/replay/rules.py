@@ -20,7 +20,7 @@ from typing import Any
 from exgrpo.train.common.errors import ConfigError, MethodError, cause
 from exgrpo.train.common.functions import Needs, needs
 from exgrpo.train.common.step_batch import SCORES
-from exgrpo.train.config.replay import KINDS, Kind
+from exgrpo.train.config.replay import KINDS, MethodKind
 from exgrpo.train.replay.contract import CHECKS
 
 ARGUMENTS = {
@@ -34,12 +34,12 @@ ARGUMENTS = {
 """Arguments of the functions of each kind."""
 
 
-def names(kind: Kind) -> list[str]:
+def names(kind: MethodKind) -> list[str]:
     """Names of the built-in functions of a kind."""
     return KINDS[kind].names
 
 
-def find(kind: Kind, name: str) -> Callable[..., Any]:
+def find(kind: MethodKind, name: str) -> Callable[..., Any]:
     """Return the function of that kind and name; a user's own is checked in every call.
 
     Raises, when it is found:

@@ -39,7 +39,7 @@ STEP_GIB = 0.25
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Memory plan of a run.
 
     Attributes:
@@ -98,7 +98,7 @@ class Plan:
                 )
 
 
-def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) -> Plan:
+def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) -> MemoryPlan:
     """Choose the options that the configuration leaves open.
 
     Candidates are sorted by speed and by memory, and the last that fits is taken. So more memory never gives a smaller
@@ -129,7 +129,7 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
     else:
         config = changed(config, best(passes, TRAINING) | best(caches, GENERATING))
     rows = slots(config, shape, gpus, config.data.max_prompt_tokens)
-    return Plan(config, chosen, gpu_memory(config, shape, gpus), available, rows)
+    return MemoryPlan(config, chosen, gpu_memory(config, shape, gpus), available, rows)
 
 
 def _awake(config: Config) -> bool:

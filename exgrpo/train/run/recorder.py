@@ -13,7 +13,7 @@ from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.common.distributed import on_main
 from exgrpo.train.common.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Kind
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind
 from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.run_log import RunLog
 from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, Writer, read_samples, spread
@@ -63,7 +63,7 @@ class Recorder:
         """Keep numbers for the next record: a separate record would lie after the checkpoint's position of the log."""
         self._next |= metrics
 
-    def record(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+    def record(self, kind: RecordKind, metrics: Mapping[str, float]) -> None:
         """Write a record, together with the numbers of `add_to_next`.
 
         Raises:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-Columns = dict[str, FloatArray]
+MetricColumns = dict[str, FloatArray]
 """Numbers by name, one per step, NaN where a step lacks one; "step" is strictly increasing."""
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -32,7 +32,7 @@ def half_width(values: FloatArray) -> FloatArray:
     return quantile * values.std(axis=0, ddof=1) / math.sqrt(len(values))
 
 
-def mean_curve(runs: Sequence[Columns], x: str, y: str, interval: Sequence[str] = ()) -> Curve:
+def mean_curve(runs: Sequence[MetricColumns], x: str, y: str, interval: Sequence[str] = ()) -> Curve:
     """Average runs at the steps where every run has the numbers; runs without any of them are left out.
 
     x is averaged, too, so that a mean is drawn at its mean cost. `interval` names the two columns with the bounds of

@@ -13,7 +13,7 @@ from exgrpo.train.common.errors import ConfigError, ReportError
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.section import flat
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Record, read_records
-from exgrpo.train.metrics.report.curves import Columns, half_width, mean_curve
+from exgrpo.train.metrics.report.curves import MetricColumns, half_width, mean_curve
 from exgrpo.train.metrics.samples import Sample, read_samples
 
 NOT_COMPARED = ("output.", "checkpoint.", "resume", "seed")
@@ -40,7 +40,7 @@ class RunData:
 
     name: str
     config: dict[str, Any]
-    columns: Columns
+    columns: MetricColumns
     unreadable: list[int]
     samples: tuple[Sample, ...]
 
@@ -69,7 +69,7 @@ def load_run(folder: Path, name: str) -> RunData:
     return RunData(name, config if isinstance(config, dict) else {}, _columns(records), unreadable, samples)
 
 
-def _columns(records: Iterable[Record]) -> Columns:
+def _columns(records: Iterable[Record]) -> MetricColumns:
     rows: dict[int, dict[str, float]] = {}
     last_step = 0
     for record in records:
@@ -152,7 +152,7 @@ def summary(label: str, runs: Sequence[RunData]) -> list[list[str]]:
     return [[name, *map(_mean, zip(*numbers, strict=True), FORMATS)] for name, numbers in rows.items()]
 
 
-def _numbers(columns: Columns) -> list[float]:
+def _numbers(columns: MetricColumns) -> list[float]:
     """Return a run's numbers in the order of `HEADINGS`."""
     began = int(columns["step"][0] == 0)
     before, after = (last(columns, "test/pass_rate", rows) for rows in (slice(began), slice(began, None)))
@@ -172,7 +172,7 @@ def _mean(values: Sequence[float], form: str) -> str:
     return f"{known.mean():{form}}{half}" + (f" ({len(known)} of {len(values)})" if len(known) < len(values) else "")
 
 
-def last(columns: Columns, name: str, rows: slice = slice(None)) -> float:
+def last(columns: MetricColumns, name: str, rows: slice = slice(None)) -> float:
     """Return the last finite number of some rows of a column; NaN if there is none."""
     values = columns.get(name, np.empty(0))[rows]
     values = values[np.isfinite(values)]
