@@ -159,7 +159,7 @@ def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dic
         world = start(config.distributed.timeout_minutes)
         engines, reasons = open_all(config, world, resources, chosen)
         tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
-        data, prompt_format = config.data, PromptFormat.of(config.data)
+        data, prompt_format = config.data, PromptFormat.from_options(config.data)
         source, limit = data.train[0], data.train_limit
         questions = load_questions(source, tokenizer, prompt_format, split=data.train_split, limit=limit)
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]

@@ -38,7 +38,7 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
-    from exgrpo.train.replay.replayed import Weigher
+    from exgrpo.train.replay.replayed import ImportanceWeighting
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
@@ -78,7 +78,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             self.train_dataset = self.train_dataset.select(rows)
         self.replay = Replay(self.args.method, len(self.train_dataset), self.args.seed)
         micro_batches = self.args.steps_per_generation * self.num_iterations
-        self.weigher = Weigher(
+        self.importance_weighting = ImportanceWeighting(
             self.args.method,
             lambda rows: self._scores(rows, self.temperature).log_prob,
             one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
@@ -196,7 +196,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         given = self.accelerator.gather(output["advantages"]).cpu().numpy()
         mixed_advantages(batch, place, given, self.replay.options)
         batch.fill(ratio_log_prob=batch.old_log_prob.copy())
-        self.weigher(batch)
+        self.importance_weighting(batch)
         rows = batch.rows_of(batch.trained)
         self._replays = bool(batch.replayed[rows].any())
         # TRL splits a process's rows into equal micro-batches, and gathers metrics of all processes row by row.
@@ -276,7 +276,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
 
     def _objective(self, inputs: dict[str, Any]) -> PolicyLossInputs:
         objective = super()._objective({**inputs, "tool_mask": inputs["response_mask"]})
-        term = self.weigher.term
+        term = self.importance_weighting.term
         clip = objective.clip if self.args.clip_with_replay or term == "clipped" or not self._replays else None
         replayed = None if term == "clipped" else inputs["replayed"]
         return objective._replace(
@@ -287,7 +287,9 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return self._rows
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        return MeanScores.of(candidates, self._scores(candidates, 1.0))  # selection is defined at temperature 1
+        return MeanScores.from_scores(
+            candidates, self._scores(candidates, 1.0)
+        )  # selection is defined at temperature 1
 
     def _scores(self, batch: StepBatch, temperature: float) -> Score:
         """Return scores of a batch's tokens under the current policy, and store them in it, on all processes."""

@@ -47,7 +47,7 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.policy.loss import LossTerms
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
     from exgrpo.train.replay.advantages import fill_advantages
-    from exgrpo.train.replay.replayed import Weigher
+    from exgrpo.train.replay.replayed import ImportanceWeighting
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
 """Folder of the stored answers in a checkpoint, and its file with the prompts of their questions."""
@@ -80,9 +80,11 @@ class ExGRPOTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig) -> None:
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
-        self.weigher = Weigher.of_run(self.options, lambda rows: self.scores(rows).log_prob)
+        self.importance_weighting = ImportanceWeighting.from_config(
+            self.options, lambda rows: self.scores(rows).log_prob
+        )
         surrogate = SURROGATES.find(self.options.objective.surrogate)
-        self.terms = LossTerms(self.options.method, 1.0, term=self.weigher.term, surrogate=surrogate)
+        self.terms = LossTerms(self.options.method, 1.0, term=self.importance_weighting.term, surrogate=surrogate)
         self.prompts: dict[int, np.ndarray] = {}
         self._groups: list[PlannedGroup] = []
         self._uids: list[str] = []  # of the planned groups
@@ -293,7 +295,7 @@ class ExGRPOTrainer(PPOTrainerSync):
             return result
         fill_advantages(whole, objective)
         whole.fill(ratio_log_prob=whole.old_log_prob.copy(), factor=np.ones(len(whole.token)))
-        self.weigher(whole)
+        self.importance_weighting(whole)
         trained = self.replay.in_band(whole, objective.train_on)[whole.group]
         trained &= whole.finished | (not objective.overlong_filter)
         share = 1 / whole.num_tokens.clip(min=1) if objective.normalize == "sequence" else np.ones(len(whole))
@@ -311,7 +313,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         replayed = torch.tensor([row is not None and bool(whole.replayed[row]) for row in rows])
         fields = TensorDict({**nested, "replayed": replayed}, batch_size=len(batch))
         result = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-        clip = objective.clip_with_replay or self.weigher.term == "clipped" or not replayed.any()
+        clip = objective.clip_with_replay or self.importance_weighting.term == "clipped" or not replayed.any()
         of_step = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * self.options.rollout.samples
         result.extra_info |= {"clip": bool(clip), "rows": self._trained * of_step / len(batch)}
         signal = nested["advantages"].values() * nested["weights"].values()
@@ -323,7 +325,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         return super()._update_actor(batch, metrics) if self._trained else batch
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        return MeanScores.of(candidates, self.scores(candidates, 1.0))  # selection is defined at temperature 1
+        return MeanScores.from_scores(candidates, self.scores(candidates, 1.0))  # selection is defined at temperature 1
 
     def scores(self, batch: StepBatch, temperature: float | None = None) -> Score:
         """Score stored answers under the current policy; temperature None: that of the rollout."""

@@ -34,7 +34,7 @@ from exgrpo.train.replay import (
     replay_metrics,
 )
 from exgrpo.train.replay.advantages import fill_advantages
-from exgrpo.train.replay.replayed import Weigher
+from exgrpo.train.replay.replayed import ImportanceWeighting
 from exgrpo.train.rollout.answers import Produced, RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
@@ -115,7 +115,9 @@ class Trainer:
         """Rows are selected from what is stored, or the next step is planned before the update."""
         self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
         self.ratio_to_start = config.objective.anchor == "start"
-        self.weigher = Weigher.of_run(config, lambda rows: self._score(rows, self.sampling.temperature).log_prob)
+        self.importance_weighting = ImportanceWeighting.from_config(
+            config, lambda rows: self._score(rows, self.sampling.temperature).log_prob
+        )
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
         self.idle = IdleSteps()
@@ -145,7 +147,7 @@ class Trainer:
         with clock("select"):
             refilled = self.config.rollout.refills > 0
             batch = self.replay.settle(batch, self.config.questions, step, refilled=refilled)
-            self._weigh(batch)
+            self._fill_loss_columns(batch)
         with clock("score"):
             compared = self._compare(batch)
         minibatches = self._minibatches(batch)
@@ -188,25 +190,25 @@ class Trainer:
             batch.fill(old_log_prob=batch.engine_log_prob)
         return batch
 
-    def _weigh(self, batch: StepBatch) -> None:
+    def _fill_loss_columns(self, batch: StepBatch) -> None:
         """Fill advantages, the terms of replayed rows and `loss_mask`.
 
         A step on one band of difficulty is the part of a whole step that this band contributes, not a smaller batch.
         """
         objective = self.config.objective
         fill_advantages(batch, objective)
-        self.weigher(batch)
+        self.importance_weighting(batch)
         in_band = self.replay.in_band(batch, objective.train_on)[batch.group]
         batch.fill(loss_mask=in_band & (batch.finished | (not objective.overlong_filter)))
 
     def _compare(self, batch: StepBatch) -> Ints:
         """Fill the log-probs of the reference, if there is one; return the rows that are compared with it."""
-        replayed = self.ratio_to_start and self.weigher.term == "clipped"
+        replayed = self.ratio_to_start and self.importance_weighting.term == "clipped"
         return self.reference.fill(batch, replayed=replayed) if self.reference else NONE
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
         # At temperature 1 and over the whole vocabulary, however the answers were sampled.
-        return MeanScores.of(candidates, self._score(candidates.without("allowed_tokens"), 1.0))
+        return MeanScores.from_scores(candidates, self._score(candidates.without("allowed_tokens"), 1.0))
 
     def _score(self, batch: StepBatch, temperature: float) -> Score:
         self._read += together(batch)
@@ -245,7 +247,7 @@ class Trainer:
         Mini-batches without an advantage are left out: they have only an entropy bonus, of which AdamW would make a
         full step, however small its gradient is.
         """
-        term = self.weigher.term
+        term = self.importance_weighting.term
         replays = bool(batch.replayed[batch.rows_of(batch.trained)].any())
         clip = self.config.objective.clip_with_replay or term == "clipped" or not replays
         updates: list[UpdateStats] = []

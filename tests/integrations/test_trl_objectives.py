@@ -59,7 +59,7 @@ def batch_of(inputs: dict[str, Tensor], *, compared: bool) -> StepBatch:
     prompts, answers = inputs["prompt_mask"].bool(), inputs["completion_mask"].bool()
     rows = range(len(prompts))
     ids, prompt_ids = (inputs[name].numpy().astype(np.int32) for name in ("completion_ids", "prompt_ids"))
-    batch = StepBatch.of_answers(
+    batch = StepBatch.from_answers(
         [prompt_ids[i][prompts[i]] for i in rows], [Rollout(ids[i][answers[i]], finished=True) for i in rows]
     )
     batch.fill(
@@ -92,7 +92,7 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> 
     rows = batch_of(inputs, compared=objective.kl_coef > 0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION)
     method, surrogate = MethodOptions(objective=objective), SURROGATES.find(objective.surrogate)
-    terms = LossTerms.of(minibatch, method, surrogate, ranks=1, clip=True, term="shaped")
+    terms = LossTerms.from_minibatch(minibatch, method, surrogate, ranks=1, clip=True, term="shaped")
     for layout in (Padded(), Packed()):
         policy_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
@@ -141,7 +141,7 @@ def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, bet
     objective = ObjectiveConfig(surrogate="oapl", beta2=beta2, normalize="answer", entropy_coef=0.0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION, all_rows=True)
     method, surrogate = MethodOptions(objective=objective), SURROGATES.find("oapl")
-    terms = LossTerms.of(minibatch, method, surrogate, ranks=1, clip=True, term="clipped")
+    terms = LossTerms.from_minibatch(minibatch, method, surrogate, ranks=1, clip=True, term="clipped")
     ours = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ours.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
     result = PolicyModel(ours)(layout.rows(minibatch.batch, torch.device("cpu")), terms)

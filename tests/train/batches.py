@@ -39,11 +39,11 @@ def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> S
             np.array(row.response, np.int32),
             row.finished,
             response_mask=np.broadcast_to(np.asarray(row.response_mask, bool), len(row.response)),
-            allowed_tokens=None if row.allowed_tokens is None else AllowedTokens.of(row.allowed_tokens),
+            allowed_tokens=None if row.allowed_tokens is None else AllowedTokens.from_lists(row.allowed_tokens),
         )
         for row in rows
     ]
-    batch = StepBatch.of_rollouts([question for question, _ in groups], [len(of) for _, of in groups], rollouts)
+    batch = StepBatch.from_rollouts([question for question, _ in groups], [len(of) for _, of in groups], rollouts)
     names = ("reward", "replayed", "key", "step", "penalty", "old_log_probs_from", "stored_advantage", "replays")
     of_tokens = [np.broadcast_to(np.asarray(row.log_prob, np.float32), len(row.response)) for row in rows]
     batch.fill(

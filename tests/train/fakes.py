@@ -66,7 +66,7 @@ class ScriptedEngine:
                 noise = rng.integers(10, 90, rng.integers(1, 5))
                 ids = np.array([question + 100, RIGHT if i < right else 8, *noise, EOS], np.int32)
                 log_prob = engine_log_prob(ids) if request.sampling.log_prob else None
-                allowed_tokens = AllowedTokens.of(sets(ids)) if request.sampling.allowed_tokens else None
+                allowed_tokens = AllowedTokens.from_lists(sets(ids)) if request.sampling.allowed_tokens else None
                 answers.append(
                     Finished(index, i, Rollout(ids, finished=True, log_prob=log_prob, allowed_tokens=allowed_tokens))
                 )

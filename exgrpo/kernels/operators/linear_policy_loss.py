@@ -118,7 +118,9 @@ def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend
     # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
     real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-        kind = dispatch.CallKind("the backward of linear_policy_loss", gradient.device, gradient.dtype, gradient.numel())
+        kind = dispatch.CallKind(
+            "the backward of linear_policy_loss", gradient.device, gradient.dtype, gradient.numel()
+        )
         dispatch.take(backend, kind).scale(gradient, factor)
         return gradient
     return scale_gradient(gradient, factor, dtype)

@@ -116,7 +116,7 @@ def load(options: EvaluationOptions, tokenizer: Any, *, progress: bool) -> tuple
             of_source = load_questions(
                 source,
                 tokenizer,
-                PromptFormat.of_source(source, options.data),
+                PromptFormat.from_source(source, options.data),
                 split=options.data.test_split,
                 limit=options.data.test_limit,
                 seed=HELD_OUT_SEED,

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 def check_startup(options: EvaluationOptions) -> None:
     """Run the startup checks that need no model; raise an ExgrpoError for the first that fails."""
     data = options.data
-    PromptFormat.of(data).check_settings()
+    PromptFormat.from_options(data).check_settings()
     check_places(options.model, data.test)
     with_saved(LoraConfig(path=options.lora.path))
     for source in data.test:

@@ -94,7 +94,7 @@ class ExperienceStore:
         blocks = {}
         for number, name in enumerate(file_names(arrays)):
             found = renamed(read_checked(self.folder, name))
-            sets = {n: AllowedTokens.of_sizes(found[f"{n}.sizes"], found[n]) for n in found if f"{n}.sizes" in found}
+            sets = {n: AllowedTokens.from_sizes(found[f"{n}.sizes"], found[n]) for n in found if f"{n}.sizes" in found}
             blocks[number] = self._block({**found, **sets})
             self._note(name, blocks[number])
         arrays = renamed(arrays)
@@ -122,7 +122,7 @@ class ExperienceStore:
             if "response_mask" in found:
                 tokens["response_mask"] = found["response_mask"] != 0
             if "allowed_tokens" in found:
-                tokens["allowed_tokens"] = AllowedTokens.of_sizes(found["kept_words"], found["allowed_tokens"])
+                tokens["allowed_tokens"] = AllowedTokens.from_sizes(found["kept_words"], found["allowed_tokens"])
             blocks[number] = self._block(tokens)
             length = found["length"].astype(np.int64)
             rows = {**found, "start": np.cumsum(length) - length, "block": np.full(len(length), number)}

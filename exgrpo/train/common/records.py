@@ -49,15 +49,15 @@ class AllowedTokens:
     bounds: npt.NDArray[np.int64]
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "AllowedTokens":
+    def from_sizes(cls, sizes: Sequence[int] | npt.NDArray, ids: TokenIds) -> "AllowedTokens":
         """Return sets from their sizes [T] and all of their ids."""
         return cls(ids, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
     @classmethod
-    def of(cls, sets: Sequence[npt.ArrayLike]) -> "AllowedTokens":
+    def from_lists(cls, sets: Sequence[npt.ArrayLike]) -> "AllowedTokens":
         """Return the sets [T] from the ids of each."""
         ids = [np.asarray(of_token, np.int32) for of_token in sets]
-        return cls.of_sizes([len(of_token) for of_token in ids], np.concatenate([np.empty(0, np.int32), *ids]))
+        return cls.from_sizes([len(of_token) for of_token in ids], np.concatenate([np.empty(0, np.int32), *ids]))
 
     @classmethod
     def whole(cls, tokens: int) -> "AllowedTokens":
@@ -68,10 +68,10 @@ class AllowedTokens:
     def joined(cls, parts: Sequence["AllowedTokens"]) -> "AllowedTokens":
         """Concatenate the sets of several parts."""
         sizes = [np.empty(0, np.int64), *(part.sizes for part in parts)]
-        return cls.of_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
+        return cls.from_sizes(np.concatenate(sizes), np.concatenate([np.empty(0, np.int32), *(p.ids for p in parts)]))
 
     @classmethod
-    def of_parts(cls, parts: Sequence["AllowedTokens | None"], length: Sequence[int]) -> "AllowedTokens | None":
+    def from_parts(cls, parts: Sequence["AllowedTokens | None"], length: Sequence[int]) -> "AllowedTokens | None":
         """Concatenate the sets of parts with so many tokens each; a part without sets means the full vocabulary.
 
         None: no part has any.
@@ -106,7 +106,7 @@ class AllowedTokens:
         sizes = self.sizes[places]
         ends = np.cumsum(sizes)
         at = np.repeat(self.bounds[:-1][places] - ends + sizes, sizes) + np.arange(int(sizes.sum()))
-        return AllowedTokens.of_sizes(sizes, self.ids[at])
+        return AllowedTokens.from_sizes(sizes, self.ids[at])
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,7 @@ class StepBatch(AnswerColumns):
         self.fill(question=question, **columns)
 
     @classmethod
-    def of_rollouts(cls, question: Sequence[int], counts: Sequence[int], rollouts: Sequence[Rollout]) -> "StepBatch":
+    def from_rollouts(cls, question: Sequence[int], counts: Sequence[int], rollouts: Sequence[Rollout]) -> "StepBatch":
         """Return fresh answers as a batch, as an engine gives them.
 
         Args:
@@ -73,7 +73,7 @@ class StepBatch(AnswerColumns):
             rollouts: [N] in the order of their groups.
         """
         length = [len(rollout.response) for rollout in rollouts]
-        allowed_tokens = AllowedTokens.of_parts([rollout.allowed_tokens for rollout in rollouts], length)
+        allowed_tokens = AllowedTokens.from_parts([rollout.allowed_tokens for rollout in rollouts], length)
         return cls(
             np.asarray(question, np.int64),
             np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64)),
@@ -89,18 +89,18 @@ class StepBatch(AnswerColumns):
         )
 
     @classmethod
-    def of_answers(cls, prompts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> "StepBatch":
+    def from_answers(cls, prompts: Sequence[TokenIds], rollouts: Sequence[Rollout]) -> "StepBatch":
         """Return a batch of [N] answers to [N] prompts, to be scored; equal prompts are one question."""
         numbers: dict[bytes, int] = {}
         question = [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
-        batch = cls.of_rollouts(question, [1] * len(prompts), rollouts)
+        batch = cls.from_rollouts(question, [1] * len(prompts), rollouts)
         batch.fill(prompt=prompts)
         return batch
 
     @classmethod
-    def of_trajectories(cls, trajectories: Sequence[Trajectory], **columns: Any) -> "StepBatch":
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], **columns: Any) -> "StepBatch":
         """Return [N] graded answers, each a group of its own, with further columns."""
-        batch = cls.of_rollouts(
+        batch = cls.from_rollouts(
             [one.question for one in trajectories], [1] * len(trajectories), [one.rollout for one in trajectories]
         )
         batch.fill(
@@ -204,7 +204,7 @@ class StepBatch(AnswerColumns):
         """Return the places of the tokens of a row."""
         return slice(int(self.start[row]), int(self.start[row + 1]))
 
-    def of_row(self, row: int, values: npt.NDArray) -> npt.NDArray:
+    def row_values(self, row: int, values: npt.NDArray) -> npt.NDArray:
         """Return the values of [T] that belong to tokens of a row that the policy wrote."""
         at = self.at(row)
         return values[at][self.response_mask[at]]
@@ -241,7 +241,7 @@ class StepBatch(AnswerColumns):
         part.fill(**{name: values[places] for name, values in self._filled("token")})
         return part
 
-    def of_groups(self, groups: Sequence[int] | Ints) -> "StepBatch":
+    def take_groups(self, groups: Sequence[int] | Ints) -> "StepBatch":
         """Return some groups of a whole batch with their rows, numbered anew in the given order."""
         numbers = np.asarray(groups, np.int64)
         if np.array_equal(numbers, np.arange(self.groups)):

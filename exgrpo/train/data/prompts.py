@@ -68,7 +68,7 @@ class PromptFormat:
     answer_prefix: str = ""
 
     @classmethod
-    def of(cls, options: object, prompt_format: str | None = None) -> Self:
+    def from_options(cls, options: object, prompt_format: str | None = None) -> Self:
         """Return the format described by options with attributes of these names; raises DataError as `check` does.
 
         Args:
@@ -79,9 +79,9 @@ class PromptFormat:
         return cls(**(given if prompt_format is None else {**given, "prompt_format": prompt_format}))._named()
 
     @classmethod
-    def of_source(cls, source: str, options: Any) -> Self:
+    def from_source(cls, source: str, options: Any) -> Self:
         """Return the format of one source's questions from such options and their `sources`."""
-        return cls.of(options, settings_of(source, options.sources).prompt_format)
+        return cls.from_options(options, settings_of(source, options.sources).prompt_format)
 
     def _named(self) -> Self:
         """Replace a named prompt by its texts; raises DataError if another system message is set."""

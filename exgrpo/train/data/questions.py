@@ -198,7 +198,7 @@ def joined_questions(
     return joined(
         [
             question_set(
-                *(source, of_source, tokenizer, PromptFormat.of_source(source, data)),
+                *(source, of_source, tokenizer, PromptFormat.from_source(source, data)),
                 limit=limit,
                 progress=progress,
                 stop=settings_of(source, data.sources).stop,

@@ -182,7 +182,7 @@ def _distinct(config: Config, sources: Sequence[list[Row]]) -> tuple[list[list[R
     seen: set[Hashable] = set()
     found, new = [], []
     for source, rows in zip(data.train, sources, strict=True):
-        prompts, stop = PromptFormat.of_source(source, data), settings_of(source, data.sources).stop
+        prompts, stop = PromptFormat.from_source(source, data), settings_of(source, data.sources).stop
         # A number, since hashing the texts of a format for every row would be slow.
         setting = settings.setdefault((prompts, stop, reward_name(config, source)), len(settings))
         system = prompts.keep_system

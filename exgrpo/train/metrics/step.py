@@ -126,7 +126,7 @@ def _entropy_gap(batch: StepBatch, entropies: Floats) -> float:
         rows = rows[batch.fresh[rows]]
         reward = batch.reward[rows]
         if len(rows) and np.ptp(reward) > EPSILON:
-            entropy = np.array([batch.of_row(row, entropies).mean() for row in rows])
+            entropy = np.array([batch.row_values(row, entropies).mean() for row in rows])
             above, known = reward > reward.mean(), ~np.isnan(entropy)
             if (above & known).any() and (~above & known).any():
                 gaps.append(entropy[~above & known].mean() - entropy[above & known].mean())

@@ -41,7 +41,7 @@ class LossTerms:
     surrogate: SurrogateFunction = clipped
 
     @classmethod
-    def of(
+    def from_minibatch(
         cls,
         minibatch: MiniBatch,
         options: MethodOptions,
@@ -106,9 +106,9 @@ def loss_of_log_probs(scored: LogProb, batch: MicroBatch, terms: LossTerms) -> P
     bounds = None if terms.clip is None else (1 - terms.clip[0], 1 + terms.clip[1])
     tokens = RatioTokens(log_prob, old_log_prob, advantage.masked_fill(apart, 0), batch.lengths, of_surrogate, bounds)
     of_fresh = terms.surrogate(tokens, terms.options)
-    weighed = advantage if batch.weight is None else advantage * weight
+    weighted = advantage if batch.weight is None else advantage * weight
     of_replayed = policy_loss(
-        log_prob, old_log_prob, weighed, replayed=apart, clip=None, beta=terms.beta, mask=apart, normalizer=1.0
+        log_prob, old_log_prob, weighted, replayed=apart, clip=None, beta=terms.beta, mask=apart, normalizer=1.0
     )
     total = of_fresh.value.sum() - of_replayed.loss + terms.entropy_coef * entropy.sum()
     if batch.reference_log_prob is not None:

@@ -216,7 +216,9 @@ class Policy:
         number of ranks changes it. `term` is that of replayed tokens. The scores of its rows before the step are kept
         if asked.
         """
-        terms = LossTerms.of(minibatch, self.method, self.surrogate, ranks=self.world.size, clip=clip, term=term)
+        terms = LossTerms.from_minibatch(
+            minibatch, self.method, self.surrogate, ranks=self.world.size, clip=clip, term=term
+        )
         plan = self.layout.plan(minibatch.batch, self.budget, self.world.size)
         self.engine.train()
         tally = Tally(terms)
@@ -322,4 +324,4 @@ def _random_rows(model: PreTrainedModel, lengths: Sequence[Sequence[int]]) -> St
         return rng.integers(size, size=length).astype(np.int32)
 
     pairs = [(prompt, tokens(length)) for first, *others in lengths for prompt in [tokens(first)] for length in others]
-    return StepBatch.of_answers([prompt for prompt, _ in pairs], [Rollout(one, finished=True) for _, one in pairs])
+    return StepBatch.from_answers([prompt for prompt, _ in pairs], [Rollout(one, finished=True) for _, one in pairs])

@@ -217,10 +217,10 @@ class MeanScores(NamedTuple):
     nll: Doubles
 
     @classmethod
-    def of(cls, batch: StepBatch, score: Score) -> "MeanScores":
+    def from_scores(cls, batch: StepBatch, score: Score) -> "MeanScores":
         """Average the scores of a batch over the tokens of each row."""
         entropy, log_prob = (
-            np.array([float(batch.of_row(row, values).mean()) for row in range(len(batch))])
+            np.array([float(batch.row_values(row, values).mean()) for row in range(len(batch))])
             for values in (score.entropy, score.log_prob)
         )
         return cls(entropy, -log_prob)

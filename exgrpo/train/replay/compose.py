@@ -203,7 +203,7 @@ def _settle_rehearsal(batch: StepBatch, planner: BatchPlanner) -> list[int | Pla
     """Select the fresh groups, and all stored answers, also of this step, to at most floor(rho B) questions."""
     table = planner.memory.table
     drawn = planner.draw("buffered", planner.share(planner.batch)).tolist()
-    stored = (PlannedGroup(question, 0, rows=tuple(table.of_question(question))) for question in drawn)
+    stored = (PlannedGroup(question, 0, rows=tuple(table.rows_of_question(question))) for question in drawn)
     return [*range(batch.groups), *stored]
 
 

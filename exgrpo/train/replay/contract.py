@@ -66,7 +66,7 @@ class Weighed(NamedTuple):
     advantage: Doubles | None = None
 
 
-Weigh = Callable[[StepBatch, MethodOptions], Weighed]
+WeighFunction = Callable[[StepBatch, MethodOptions], Weighed]
 
 
 def _stored(given: Any, batch: StepBatch, *_: Any) -> str | None:
@@ -169,7 +169,7 @@ def _impossible(groups: Iterable[PlannedGroup], planner: Any) -> str | None:
         if not all(isinstance(one, int | np.integer) and one >= 0 for one in numbers) or question >= len(table.held):
             return f"it plans {shown(group)}, and questions are 0 to {len(table.held) - 1}, answers 0 or more"
         if group.choose > table.held[question] or not all(table.holds(question, row) for row in group.rows):
-            rows = table.of_question(question)
+            rows = table.rows_of_question(question)
             return f"it plans {shown(group)}, and stored of that question are the rows {shown(rows)}"
     return None
 

@@ -134,7 +134,7 @@ class ExperienceMemory:
         Questions leave before the delayed start too. Groups of stored answers alone show nothing.
         """
         asked = np.unique(batch.group[batch.fresh])
-        admitted, batch = admitted[batch.rows_of(asked)], batch.of_groups(asked)
+        admitted, batch = admitted[batch.rows_of(asked)], batch.take_groups(asked)
         evidence, question = self.evidence(batch), batch.question
         counts = self._counts(evidence, self.samples)
         for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
@@ -165,11 +165,11 @@ class ExperienceMemory:
         if self._distinct:
             for row in added.tolist():
                 # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
-                of_question = table.of_question(table.value("question", row))
+                of_question = table.rows_of_question(table.value("question", row))
                 table.replace([at for at in of_question if at < row and self._same(at, row)], row)
         if most is not None:
             for question in np.unique(batch.question[group]).tolist():
-                table.remove(table.of_question(question)[:-most])
+                table.remove(table.rows_of_question(question)[:-most])
 
     def _forget(self, now: int, solved: Ints) -> None:
         """Apply the functions of `expire`, one after the other, before the step `now` is planned."""
@@ -191,7 +191,7 @@ class ExperienceMemory:
                 f"{len(self.retired)} questions, which are 0 to {len(self.retired) - 1}"
             )
         for question in questions.tolist():
-            self.table.remove(self.table.of_question(question))
+            self.table.remove(self.table.rows_of_question(question))
         self.retired[questions] = True
         self.count[questions] = 0
 

@@ -9,7 +9,7 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.replay import MeanScores, MethodOptions, PlannedGroup, Replay
 from exgrpo.train.replay.advantages import fill_advantages
-from exgrpo.train.replay.replayed import Weigher
+from exgrpo.train.replay.replayed import ImportanceWeighting
 
 STEPS, QUESTIONS, BATCH = 6, 12, 4
 LONGEST = 6
@@ -32,7 +32,7 @@ def rehearse(method: MethodOptions) -> None:
     options = experience.model_copy(update={**soon, "ratio": experience.ratio and max(experience.ratio, 0.5)})
     method = replace(method, experience=options)
     replay = Replay(method, QUESTIONS, seed=0)
-    weigher = Weigher(method, made_up.log_probs, one_update=False)
+    importance_weighting = ImportanceWeighting(method, made_up.log_probs, one_update=False)
     for step in range(1, STEPS + 1):
         planned = replay.plan(BATCH, step)
         if not planned:  # all questions are retired
@@ -42,7 +42,7 @@ def rehearse(method: MethodOptions) -> None:
         replay.store(batch, step)
         batch = replay.settle(batch, BATCH, step)
         fill_advantages(batch, method.objective)
-        weigher(batch)
+        importance_weighting(batch)
 
 
 class _MadeUp:
@@ -55,7 +55,7 @@ class _MadeUp:
         rows = sum(counts)
         lengths = self.rng.integers(1, LONGEST + 1, rows)
         rollouts = [Rollout(self.rng.integers(0, 100, length).astype(np.int32), finished=True) for length in lengths]
-        batch = StepBatch.of_rollouts([group.question for group in planned], counts, rollouts)
+        batch = StepBatch.from_rollouts([group.question for group in planned], counts, rollouts)
         batch.fill(
             prompt=[np.array([group.question], np.int32) for group in planned],
             reward=self.rng.choice(self.rewards, rows),

@@ -156,7 +156,7 @@ class Replay:
             G groups of replayed rows, perhaps of none.
         """
         table = self.memory.table
-        stored = [table.of_question(group.question) if group.choose else [] for group in planned]
+        stored = [table.rows_of_question(group.question) if group.choose else [] for group in planned]
         rows = np.array([*chain.from_iterable(stored)], np.int64)
         unknown = np.full(len(rows), np.nan)
         scored = self.config.trajectory not in UNSCORED and len(rows)
@@ -213,7 +213,7 @@ class Replay:
         if self._settle is None:
             batch.fill(trained=among)
             return batch
-        graded = batch.of_groups(among)
+        graded = batch.take_groups(among)
         graded = graded if self._settles_by_scores else graded.without(*SCORES)
         settled = self._settle(graded, self._planner(size, step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]

@@ -9,14 +9,14 @@ from exgrpo.train.common.step_batch import Floats, StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.contract import PRESENT, Weigh
+from exgrpo.train.replay.contract import PRESENT, WeighFunction
 
 ScoreRows = Callable[[StepBatch], Floats]
 """Log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
 
 
-class Weigher:
-    """Computes the terms of a step's replayed answers by the function.
+class ImportanceWeighting:
+    """Compute the terms of replayed answers in the loss, by `objective.weigh`.
 
     Args:
         options: names the function, and its options.
@@ -32,16 +32,16 @@ class Weigher:
     """
 
     def __init__(self, options: MethodOptions, score: ScoreRows, *, one_update: bool) -> None:
-        self._weigh: Weigh = rules.find("weigh", options.objective.weigh)
-        self._needs = Needs.of(self._weigh)
+        self._function: WeighFunction = rules.find("weigh", options.objective.weigh)
+        self._needs = Needs.of(self._function)
         self.term = self._needs.term
         self._one_update = one_update
         self._score = score
         self._options = options
 
     @classmethod
-    def of_run(cls, config: Config, score: ScoreRows) -> "Weigher":
-        """Return one with the options of a run."""
+    def from_config(cls, config: Config, score: ScoreRows) -> "ImportanceWeighting":
+        """Return it with the options of a run."""
         return cls(config.method, score, one_update=config.optimizer.steps_per_batch == 1)
 
     def __call__(self, batch: StepBatch) -> None:
@@ -54,12 +54,12 @@ class Weigher:
         rows = rows[batch.replayed[rows]]
         if not len(rows):
             return
-        weighed = self._weigh(self._read(batch.take(rows)), self._options)
-        batch.put(rows, ratio_log_prob=weighed.reference)
-        if weighed.factor is not None:
-            batch.put(rows, factor=weighed.factor)
-        if weighed.advantage is not None:
-            batch.advantage[rows] = weighed.advantage
+        terms = self._function(self._read(batch.take(rows)), self._options)
+        batch.put(rows, ratio_log_prob=terms.reference)
+        if terms.factor is not None:
+            batch.put(rows, factor=terms.factor)
+        if terms.advantage is not None:
+            batch.advantage[rows] = terms.advantage
 
     def _read(self, replayed: StepBatch) -> StepBatch:
         """Fill the log-probs of the policy before the update where the function needs them, and only there."""

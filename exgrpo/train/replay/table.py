@@ -75,7 +75,7 @@ class Stored(Sequence[Trajectory]):
 def pack(trajectories: Sequence[Trajectory], folder: Path | None = None, **columns: Any) -> Stored:
     """Return trajectories [N] as they are stored, with further columns [N] or [T]; raises as `TokenBlock.append`."""
     table = Table(max((one.question for one in trajectories), default=-1) + 1, folder)
-    table.add(StepBatch.of_trajectories(trajectories, **columns))
+    table.add(StepBatch.from_trajectories(trajectories, **columns))
     return table.stored()
 
 
@@ -163,7 +163,7 @@ class Table:
         """Return True if a row >= 0 is there and answers this question."""
         return row < self._size and bool(self._alive[row]) and self.value("question", row) == question
 
-    def of_question(self, question: int) -> list[int]:
+    def rows_of_question(self, question: int) -> list[int]:
         """Return the rows of a question, oldest first."""
         return list(self._chain(question))[::-1]
 

@@ -159,7 +159,7 @@ class RolloutWorker:
         ]
         counts = Counts.together(self.world.gather(counts))
         rows = self.world.join(mine)
-        batch = StepBatch.of_rollouts(
+        batch = StepBatch.from_rollouts(
             [question.index for question in produced.questions], produced.counts, [row[0] for row in rows]
         )
         batch.fill(

@@ -112,7 +112,7 @@ class Run:
         pretrained, stop = self.inputs.pretrained, self.config.rollout.stop
         vocabulary = pretrained.model.config.get_text_config().vocab_size
         encoding = Encoding(pretrained.tokenizer, pretrained.eos, vocabulary, stop, self.config.data.answer_prefix)
-        return start_experience(Beginning.of(self.trainer), encoding)
+        return start_experience(Beginning.from_trainer(self.trainer), encoding)
 
     def _restore(self) -> dict[str, int]:
         """Restore the newest sound checkpoint; returns the position of its log."""

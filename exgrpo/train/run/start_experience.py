@@ -65,7 +65,7 @@ class Beginning:
     cuts: bool = True
 
     @classmethod
-    def of(cls, trainer: "Trainer") -> Self:
+    def from_trainer(cls, trainer: "Trainer") -> Self:
         """Return the one of a run of `exgrpo.train`."""
         config, rollout_worker = trainer.config, trainer.rollout_worker
 
@@ -317,7 +317,7 @@ def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
         prompts = [row.question.prompt_ids for row in chunk]
-        batch = StepBatch.of_answers(prompts, [row.one.rollout for row in chunk])
+        batch = StepBatch.from_answers(prompts, [row.one.rollout for row in chunk])
         batch.fill(question=[row.question.index for row in chunk])
         log_prob = run.score(batch)
         for place, row in enumerate(chunk):

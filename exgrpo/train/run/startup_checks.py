@@ -85,7 +85,7 @@ def check_startup(config: Config, resources: ExitStack, *, resumed: bool = False
     sources = [*data.train, *chain.from_iterable(asked.source for asked in sets.values())]
     check_sources(data.sources, sources)
     for source in sources:
-        PromptFormat.of_source(source, data).check_settings()
+        PromptFormat.from_source(source, data).check_settings()
     check_places(config.policy.path, sources)
     environment = find_environment(config.environment)
     grader = Grader.of((reward_name(config, source) for source in sources), reward)

@@ -78,7 +78,7 @@ def _written(value: Any) -> npt.NDArray[np.bool_]:
 
 def _sets(value: Any) -> AllowedTokens:
     try:
-        allowed_tokens = AllowedTokens.of([_token_ids(ids) for ids in value])
+        allowed_tokens = AllowedTokens.from_lists([_token_ids(ids) for ids in value])
     except (TypeError, ValueError):
         raise ValueError("it must be a list of lists of token ids") from None
     if any(len(np.unique(ids)) < len(ids) for ids in allowed_tokens.lists()):

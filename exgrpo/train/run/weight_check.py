@@ -62,7 +62,7 @@ def check_engine(
     engine.counts()  # reset: the next step must not count the check's tokens
     pairs = [(prompt, r) for prompt, rs in zip(prompts, answers, strict=True) for r in rs]
     everything = [pair for of_rank in world.gather(pairs) for pair in of_rank]
-    batch = StepBatch.of_answers([prompt for prompt, _ in everything], [r for _, r in everything])
+    batch = StepBatch.from_answers([prompt for prompt, _ in everything], [r for _, r in everything])
     gaps = np.abs(policy.score(batch, sampling.temperature).log_prob - batch.engine_log_prob)
     gap = float(gaps[batch.by_token(np.array([r.log_prob is not None for _, r in everything]))].mean())
     if not gap <= TOLERANCE[dtype]:
@@ -82,7 +82,7 @@ def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
     Raises:
         ModelError: they are not, so no engine can sample.
     """
-    batch = StepBatch.of_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
+    batch = StepBatch.from_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
     if not np.isfinite(policy.score(batch, 1.0).log_prob).all():
         raise ModelError(
             "policy.dtype fp16: the log-probs of this model are not finite, since its activations exceed 65504, the "

@@ -100,7 +100,7 @@ def test_an_interrupted_evaluation_knows_which_answers_were_cut(tmp_path):
     asked = [("question", "gold")] * 2
     file = AnswerFile(tmp_path, options, [asked])
     rollouts = [Rollout(np.array([3], np.int32), finished=finished) for finished in (True, False)]
-    batch = StepBatch.of_rollouts([0], [2], rollouts)
+    batch = StepBatch.from_rollouts([0], [2], rollouts)
     batch.fill(text=["text"] * 2, reward=[1.0] * 2, key=[5] * 2)
     file.append(0, [Question(0, (1,), "question", "gold", "s")], batch)
     again = AnswerFile(tmp_path, options, [asked])

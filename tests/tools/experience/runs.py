@@ -42,7 +42,9 @@ def pretrained() -> Pretrained:
 @cache
 def questions(prompts: PromptFormat | None = None) -> QuestionSet:
     rows = read_rows("builtin:arithmetic", split="train", limit=QUESTIONS, seed=0)
-    return question_set("builtin:arithmetic", rows, pretrained().tokenizer, prompts or PromptFormat.of(config().data))
+    return question_set(
+        "builtin:arithmetic", rows, pretrained().tokenizer, prompts or PromptFormat.from_options(config().data)
+    )
 
 
 def ids(text: str, *, eos: bool = True) -> np.ndarray:
@@ -56,7 +58,7 @@ def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Tr
     response = ids(text, eos=changes.get("finished", True))
     log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
     values = {"finished": True, "reward": 1.0, "step": 3, **changes}
-    values["allowed_tokens"] = AllowedTokens.of(sets(response)) if values.pop("cut", False) else None
+    values["allowed_tokens"] = AllowedTokens.from_lists(sets(response)) if values.pop("cut", False) else None
     return Trajectory(question=question, response=response, log_prob=log_prob, **values)
 
 
@@ -109,7 +111,7 @@ def make_run(
     checkpoint.mkdir(parents=True)
     manifest = Manifest(
         step=step,
-        fingerprint=(asked or questions(PromptFormat.of(of_run.data))).fingerprint,
+        fingerprint=(asked or questions(PromptFormat.from_options(of_run.data))).fingerprint,
         config=of_run.model_dump(mode="json"),
         files={},
         arrays=arrays,

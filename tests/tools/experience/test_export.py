@@ -111,7 +111,7 @@ def test_rows_that_repeat_questions_or_have_no_gold_answer_are_read_as_the_run_h
     assert len(rows_of(tmp_path / "set")) == len(some())
     taken = [*once, {"question": "why?", "answer": "proof"}, second]
     asked_rows = [Row(row["question"], row["answer"], None, "") for row in taken]
-    asked = question_set("", asked_rows, pretrained().tokenizer, PromptFormat.of(config().data))
+    asked = question_set("", asked_rows, pretrained().tokenizer, PromptFormat.from_options(config().data))
     own = {**of_file, "reward": {"function": f"{tmp_path}/mine.py:score"}}
     export(make_run(tmp_path / "own", some(), asked=asked, **own), tmp_path / "other")
     assert len(rows_of(tmp_path / "other")) == len(some())

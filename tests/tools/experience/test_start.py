@@ -60,7 +60,7 @@ def begin(source, count: int = 8, **values):
     """A trainer of scripted questions with what a file or folder holds, and what was said of it."""
     of_run = config({"experience.start": str(source), "rollout.max_tokens": 8}, values)
     trainer = trainer_of(of_run, question_set(count), PRINTED)
-    return trainer, start_experience(Beginning.of(trainer), PRINTED)
+    return trainer, start_experience(Beginning.from_trainer(trainer), PRINTED)
 
 
 def write(path, *rows):
@@ -80,7 +80,7 @@ def arithmetic(tmp_path, source, **values) -> Trainer:
     """A trainer of the default task, with the trajectories of a source; its policy is no real one."""
     encoding = encoding_of(pretrained())
     trainer = trainer_of(config({"experience.start": str(source)}, values), runs.questions(), encoding)
-    start_experience(Beginning.of(trainer), encoding)
+    start_experience(Beginning.from_trainer(trainer), encoding)
     return trainer
 
 
@@ -167,7 +167,7 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
     rollout_worker = RolloutWorker(ScriptedEngine({}), ScriptedGrader(), encoding.tokenizer.decode, ALONE)
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), rollout_worker)
-    run = dataclasses.replace(Beginning.of(trainer), cuts=cuts)
+    run = dataclasses.replace(Beginning.from_trainer(trainer), cuts=cuts)
     assert f"; {len(some())} with log-probs" in str(start_experience(run, encoding))
     assert sum(one.allowed_tokens is not None for one in stored(trainer)) == (1 if cuts else 0)
     model = AutoModelForCausalLM.from_pretrained(pretrained().model.path, dtype=torch.float32)

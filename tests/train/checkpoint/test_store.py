@@ -30,7 +30,7 @@ def trajectory(question: int, seed: int) -> Trajectory:
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
         response_mask=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
-        allowed_tokens=AllowedTokens.of([range(seed % 7 + i) for i in range(length)])
+        allowed_tokens=AllowedTokens.from_lists([range(seed % 7 + i) for i in range(length)])
         if seed % 3 and length > 1
         else None,
     )
@@ -38,7 +38,7 @@ def trajectory(question: int, seed: int) -> Trajectory:
 
 def add(table: Table, trajectories: list[Trajectory]) -> None:
     """Store trajectories."""
-    table.add(StepBatch.of_trajectories(trajectories))
+    table.add(StepBatch.from_trajectories(trajectories))
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:

@@ -69,7 +69,7 @@ def test_further_groups_stand_behind_and_some_groups_are_numbered_anew(data, cou
     everything = [*first, *further]
     assert told(whole) == expected(everything)
     chosen = data.draw(st.permutations(range(len(everything))))[: data.draw(st.integers(0, len(everything)))]
-    assert told(whole.of_groups(chosen)) == expected([everything[i] for i in chosen])
+    assert told(whole.take_groups(chosen)) == expected([everything[i] for i in chosen])
     taken = whole.take(whole.rows_of(chosen))
     assert [one[1:] for one in told(taken)] == [one[1:] for one in expected([everything[i] for i in chosen])]
 
@@ -88,7 +88,7 @@ def test_numbers_of_groups_are_those_of_their_lists(data, count):
 def test_a_token_that_the_policy_did_not_write_is_no_token_of_its_own():
     batch = make_batch([(1, [Row(response=[1, 2, 3], response_mask=[True, False, True], log_prob=[-1, 0, -3]), Row()])])
     assert batch.num_tokens.tolist() == [2, 2]
-    assert batch.of_row(0, batch.old_log_prob).tolist() == [-1, -3]
+    assert batch.row_values(0, batch.old_log_prob).tolist() == [-1, -3]
     assert batch.answer(0).response_mask.tolist() == [True, False, True]
     assert batch.answer(1).response_mask is None
 
@@ -107,7 +107,7 @@ def test_what_nobody_has_filled_cannot_be_read_and_what_is_filled_in_part_is_not
 
 def test_equal_prompts_of_answers_that_are_scored_are_one_question():
     prompts = [np.array(ids, np.int32) for ids in ([1, 2], [3], [1, 2])]
-    batch = StepBatch.of_answers(prompts, [Rollout(np.array([n], np.int32), True) for n in range(3)])
+    batch = StepBatch.from_answers(prompts, [Rollout(np.array([n], np.int32), True) for n in range(3)])
     assert batch.question.tolist() == [0, 1, 0]
     assert np.isnan(batch.engine_log_prob).all()
     assert batch.response_mask.all()

@@ -258,7 +258,7 @@ def test_templates(tmp_path):
 
 def test_prompts_by_name():
     def named(name, **changes):
-        return PromptFormat.of(configured({"data": {"prompt_format": name, **changes}}).data)
+        return PromptFormat.from_options(configured({"data": {"prompt_format": name, **changes}}).data)
 
     for name in PROMPTS:
         named(name).check_settings()

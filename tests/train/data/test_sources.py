@@ -178,7 +178,7 @@ def test_a_source_may_have_a_reward_a_prompt_format_and_stop_strings_of_its_own(
         a, b = (row for (row,) in check_startup(config, resources).train)
         assert [(row.reward, row.columns) for row in (a, b)] == [(DEFAULT, {}), (mine, {"level": 3})]
     for options in (config.data, of_evaluation([tmp_path / "config.yaml"]).data):
-        texts = [PromptFormat.of_source(source, options).prompt_format for source in config.data.train]
+        texts = [PromptFormat.from_source(source, options).prompt_format for source in config.data.train]
         assert texts == [config.data.prompt_format, "{question}?"]
         assert [settings_of(source, options.sources).stop for source in config.data.train] == [None, ("a", "b")]
 

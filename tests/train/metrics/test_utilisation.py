@@ -21,11 +21,11 @@ PHASES = ("select", "generate", "score", "update")
 def test_a_prompt_is_needed_once_by_all_its_answers():
     shapes = ((1, 5, 3), (2, 5, 4), (1, 5, 1), (3, 10, 2))
     prompts = [np.full(length, question, np.int32) for question, length, _ in shapes]
-    batch = StepBatch.of_answers(prompts, [Rollout(np.zeros(length, np.int32), True) for *_, length in shapes])
+    batch = StepBatch.from_answers(prompts, [Rollout(np.zeros(length, np.int32), True) for *_, length in shapes])
     answer = Rollout(np.zeros(3, np.int32), True)
     assert together(batch) == [Reading(5, (3, 1)), Reading(5, (4,)), Reading(10, (2,))]
     assert together(batch, np.array([3, 2])) == [Reading(10, (2,)), Reading(5, (1,))]
-    begun = StepBatch.of_answers([np.append(np.zeros(SHARED, np.int32), 1 + i) for i in (0, 0, 1)], [answer] * 3)
+    begun = StepBatch.from_answers([np.append(np.zeros(SHARED, np.int32), 1 + i) for i in (0, 0, 1)], [answer] * 3)
     assert together(begun) == [Reading(SHARED + 1, (3, 3)), Reading(SHARED + 1, (3,), SHARED)]
 
 

@@ -107,7 +107,7 @@ def test_schedule_covers_every_row_once_within_the_budget(lengths, budget, ranks
 
 def test_collated_targets_sit_one_position_before_their_token():
     prompts, responses = ([1, 2, 3], [6]), ([4, 5], [7, 8, 9, 10])
-    batch = StepBatch.of_answers(
+    batch = StepBatch.from_answers(
         [np.array(prompt, np.int32) for prompt in prompts],
         [Rollout(np.array(response, np.int32), finished=True) for response in responses],
     )

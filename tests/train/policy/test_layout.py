@@ -35,14 +35,14 @@ def rows(rng, lengths, *, observing=False, shared=0):
     prompts = [np.concatenate([begin, prompt]) for prompt in prompts]
     responses = [rng.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length in lengths]
     written = [np.arange(length) % 3 != 1 if observing else None for length in lengths]
-    batch = StepBatch.of_answers(
+    batch = StepBatch.from_answers(
         [prompts[i % 3] for i in range(len(lengths))],
         [
             Rollout(
                 response,
                 True,
                 response_mask=own,
-                allowed_tokens=AllowedTokens.of(sets(response * own)) if observing else None,
+                allowed_tokens=AllowedTokens.from_lists(sets(response * own)) if observing else None,
             )
             for response, own in zip(responses, written, strict=True)
         ],
@@ -116,7 +116,7 @@ def test_a_sliding_window_bounds_what_packed_tokens_see(shared):
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30)), max_size=40), st.integers(40, 200), st.integers(1, 4))
 def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks):
-    batch = StepBatch.of_answers(
+    batch = StepBatch.from_answers(
         [np.full(3 + q, q, np.int32) for q, _ in shapes], [Rollout(np.zeros(n, np.int32), True) for _, n in shapes]
     )
     plan = Packed().plan(batch, budget, ranks)
@@ -130,7 +130,7 @@ def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks):
 
 def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
     answers = [Rollout(np.array(ids, np.int32), True) for ids in ([1, 2, 3], [4], [5, 6])]
-    tensors = Packed().tokens(StepBatch.of_answers([np.array([7, 8, 9], np.int32)] * 3, answers), CPU)
+    tensors = Packed().tokens(StepBatch.from_answers([np.array([7, 8, 9], np.int32)] * 3, answers), CPU)
     assert tensors.tokens.tolist() == [[7, 8, 9, 1, 2, 5]]
     assert tensors.target.tolist() == [1, 2, 3, 4, 5, 6]
     assert tensors.segments.position.tolist() == [[0, 1, 2, 3, 4, 3]]
@@ -152,13 +152,13 @@ def test_what_prompts_begin_with_is_read_once():
     begin = np.arange(SHARED, dtype=np.int32)
     asked = [np.concatenate([begin, own]).astype(np.int32) for own in ([7, 8], [9], [9])]
     answers = [Rollout(np.array(ids, np.int32), True) for ids in ([1, 2, 3], [4], [5, 6])]
-    tensors = Packed().tokens(StepBatch.of_answers(asked, answers), CPU)
+    tensors = Packed().tokens(StepBatch.from_answers(asked, answers), CPU)
     own = tensors.tokens[0, SHARED:].tolist()
     assert (tensors.tokens[0, :SHARED].tolist(), own) == (begin.tolist(), [7, 8, 1, 2, 9, 5])
     assert (tensors.segments.position[0, SHARED:] - SHARED).tolist() == [0, 1, 2, 3, 0, 1]
     assert (tensors.segments.source - SHARED).tolist() == [1, 2, 3, 4, 4, 5]
     assert [bucket.causal for bucket in tensors.segments.buckets] == [True, False]  # it pads none of the others
-    fewer = StepBatch.of_answers([prompt[1:] for prompt in asked], answers)
+    fewer = StepBatch.from_answers([prompt[1:] for prompt in asked], answers)
     assert Packed().tokens(fewer, CPU).tokens.shape[1] == 2 * (SHARED - 1) + len(own)
 
 

@@ -205,7 +205,7 @@ def test_entropies_are_means_over_the_answers_that_are_scored():
     assert result.metrics["entropy"] == pytest.approx(entropy[known].mean())
     of_row = {
         right: [
-            batch.of_row(row, entropy).mean()
+            batch.row_values(row, entropy).mean()
             for row in range(len(batch))
             if batch.question[batch.group[row]] == 1 and batch.reward[row] == right
         ]

@@ -42,7 +42,7 @@ def a_row(number: int, question: int) -> tuple[Trajectory, dict]:
         number * 3 - 5,
         number / 13,
         None if number % 4 or length == 1 else ids == number,
-        AllowedTokens.of(sets(ids)) if number % 3 and number > 6 else None,
+        AllowedTokens.from_lists(sets(ids)) if number % 3 and number > 6 else None,
     )
     return trajectory, dict(zip(OF_ORIGIN, (number / 11 - 1, number % 5, number % 5 + 2, number % 2), strict=True))
 
@@ -110,7 +110,7 @@ def check(table: Table, model: list[dict]) -> None:
         assert table.response(row).tolist() == of_model["trajectory"].response.tolist()
     for question in range(QUESTIONS):
         of_question = [row for row, one in zip(rows.tolist(), model, strict=True) if one["question"] == question]
-        assert table.of_question(question) == of_question
+        assert table.rows_of_question(question) == of_question
         assert table.held[question] == len(of_question)
         assert table.newest(np.array([question])).tolist() == (of_question[-1:] or [NONE])
 

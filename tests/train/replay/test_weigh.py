@@ -13,7 +13,7 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.contract import PRESENT, Weighed
-from exgrpo.train.replay.replayed import Weigher
+from exgrpo.train.replay.replayed import ImportanceWeighting
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.configs import configured
 from tests.train.fakes import fake_score
@@ -234,11 +234,11 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
         np.testing.assert_array_equal(row.ratio_log_prob, reference)
 
 
-def weigher(folder, body: str, **log_probs) -> Weigher:
+def importance_weighting(folder, body: str, **log_probs) -> ImportanceWeighting:
     """Of one's own function; `score` are the log-probs of tokens."""
     path = folder / "mine.py"
     path.write_text("import numpy as np\nfrom exgrpo.train.replay import Weighed, needs\n\n" + body)
-    return Weigher.of_run(
+    return ImportanceWeighting.from_config(
         configured({"objective.weigh": f"{path}:weigh"}), lambda batch: log_probs["score"][batch.token]
     )
 
@@ -263,7 +263,7 @@ def test_the_replayed_rows_that_are_trained_on_take_their_terms_in_order(tmp_pat
     )
     batch.fill(trained=np.array([2, 0]))
     batch.put(np.array([0, 3]), ratio_log_prob=np.array([-0.5, -0.5, -0.5]), log_prob=np.array([-1.0, -1.0, -1.0]))
-    weigher(tmp_path, TERMS, score=-np.arange(7) / 8)(batch)
+    importance_weighting(tmp_path, TERMS, score=-np.arange(7) / 8)(batch)
     # Tokens 1 22 3 44 6 55, of which 55, 22 and 3 have got terms.
     np.testing.assert_array_equal(
         batch.ratio_log_prob, np.array([-0.5, -1.25, -1.25, -2.375, -0.5, -0.5, np.nan, -0.625, -0.625], np.float32)
@@ -275,5 +275,5 @@ def test_the_replayed_rows_that_are_trained_on_take_their_terms_in_order(tmp_pat
 def test_without_replayed_rows_nobody_is_asked(tmp_path):
     batch = make_batch([(0, [Row(), Row(1.0)]), (1, [Row(replayed=True)])])
     batch.fill(trained=np.array([0]))
-    weigher(tmp_path, "def weigh(batch, options):\n    raise AssertionError\n")(batch)
+    importance_weighting(tmp_path, "def weigh(batch, options):\n    raise AssertionError\n")(batch)
     assert not batch.has("ratio_log_prob")

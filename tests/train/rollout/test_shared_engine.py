@@ -53,7 +53,7 @@ def log_probs(answers):
 
 
 def scored(policy, answers):
-    return policy.score(StepBatch.of_answers(*zip(*answers, strict=True)), 1.0).log_prob
+    return policy.score(StepBatch.from_answers(*zip(*answers, strict=True)), 1.0).log_prob
 
 
 @pytest.mark.parametrize("name", CASES)

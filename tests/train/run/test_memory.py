@@ -45,7 +45,7 @@ def small_chunks(monkeypatch):
 def micro_batch(length: int, prompt: int):
     rng = np.random.default_rng(0)
     ids = [rng.integers(3, VOCABULARY, n).astype(np.int32) for n in (prompt, length - prompt + 1)]
-    batch = StepBatch.of_answers([ids[0]] * ROWS, [Rollout(ids[1], True)] * ROWS)
+    batch = StepBatch.from_answers([ids[0]] * ROWS, [Rollout(ids[1], True)] * ROWS)
     batch.fill(advantage=np.ones(ROWS), ratio_log_prob=np.full(len(batch.token), -4.5))
     return Padded().rows(batch, torch.device("cpu"))
 

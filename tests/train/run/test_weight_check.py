@@ -49,7 +49,7 @@ class FullLogitPolicy:
     def gap(self, prompts, answers, temperature):
         """Largest and mean difference of the answers' log-probs from a full forward, in nats."""
         pairs = [(prompt, rollout) for prompt, rs in zip(prompts, answers, strict=True) for rollout in rs]
-        batch = StepBatch.of_answers(*zip(*pairs, strict=True))
+        batch = StepBatch.from_answers(*zip(*pairs, strict=True))
         of_tokens = np.abs(self.score(batch, temperature).log_prob - batch.engine_log_prob)
         return float(of_tokens.max()), float(of_tokens.mean())
 

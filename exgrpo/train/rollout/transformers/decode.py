@@ -106,7 +106,7 @@ class _Written:
 
     def rollout(self, answer: int, length: int, sampling: Sampling, *, finished: bool) -> Rollout:
         response = self.response[answer, :length].copy()
-        allowed_tokens = AllowedTokens.of(self._allowed[answer]) if sampling.allowed_tokens else None
+        allowed_tokens = AllowedTokens.from_lists(self._allowed[answer]) if sampling.allowed_tokens else None
         if not sampling.log_prob:
             return Rollout(response, finished, allowed_tokens=allowed_tokens)
         log_prob, entropy = self._log_prob[answer, :length].copy(), self._entropy[answer, :length].copy()

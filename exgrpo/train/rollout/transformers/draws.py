@@ -87,7 +87,7 @@ def _left(logits: torch.Tensor) -> AllowedTokens:
     """Return the ids allowed by [N, V] logits; a row that allows all gets an empty set, which means all."""
     inside = logits > -torch.inf
     inside &= ~inside.all(1, keepdim=True)
-    return AllowedTokens.of_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
+    return AllowedTokens.from_sizes(inside.sum(1).cpu().numpy(), inside.nonzero()[:, 1].int().cpu().numpy())
 
 
 def invert(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

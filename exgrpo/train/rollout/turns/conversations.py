@@ -69,7 +69,7 @@ class _Answer:
             log_prob=self._joined("log_prob"),
             entropy=self._joined("entropy"),
             response_mask=None if alone else np.concatenate(written),
-            allowed_tokens=AllowedTokens.of_parts(
+            allowed_tokens=AllowedTokens.from_parts(
                 [part.allowed_tokens for part in self.parts], list(map(len, self.tokens))
             ),
         )

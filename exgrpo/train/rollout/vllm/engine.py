@@ -282,7 +282,7 @@ def tokens_left(flat: Any) -> tuple[npt.NDArray[np.float32], AllowedTokens]:
     token = np.repeat(np.arange(len(first)), np.diff([*first, len(ids)]))
     left = (log_prob > -np.inf) & (ids != ids[first][token])
     left[first] = True
-    return log_prob[first], AllowedTokens.of_sizes(np.bincount(token[left], minlength=len(first)), ids[left])
+    return log_prob[first], AllowedTokens.from_sizes(np.bincount(token[left], minlength=len(first)), ids[left])
 
 
 def _explain(error: Exception, settings: EngineSettings, cache: int) -> str:

@@ -56,7 +56,7 @@ class Script:
         place = sum(before.count(turn) for turn in set(turns)) if before else 0
         limit = request.sampling.max_tokens
         whole = ids(turns[place])
-        log_prob, allowed_tokens = -np.arange(len(whole), dtype=np.float32), AllowedTokens.of(sets(whole))
+        log_prob, allowed_tokens = -np.arange(len(whole), dtype=np.float32), AllowedTokens.from_lists(sets(whole))
         stopped = request.sampling.stop.cut(
             Rollout(whole[:limit], False, log_prob[:limit], allowed_tokens=allowed_tokens[:limit])
         )
