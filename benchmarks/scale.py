@@ -50,7 +50,7 @@ WHAT = {
     "peak_bytes": "largest resident memory of the process, mapped files included",
     "plan": "plan a step",
     "select": "select stored answers",
-    "take_in": "store a step's answers",
+    "store": "store a step's answers",
     "first_save": "first save",
     "later_save": "save after a further step",
     "load": "load",
@@ -123,13 +123,13 @@ def empty(sizes: Sizes, folder: Path | None) -> Replay:
 
 
 def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int) -> tuple[float, float, float]:
-    """Return the seconds of `plan`, `select` and `take_in` of a step; half of the answers are right."""
+    """Return the seconds of `plan`, `select` and `store` of a step; half of the answers are right."""
     plan, planned = timed(lambda: replay.plan(QUESTIONS_PER_STEP, step))
     select, stored = timed(lambda: replay.select(planned, lambda _: MeanScores(np.empty(0), np.empty(0))))
     rewards = [[float(i % 2) for i in range(group.fresh)] for group in planned]
     batch = graded(stored.question, rewards, rng, sizes.tokens, step).append_rows(stored)
-    take_in, _ = timed(lambda: replay.store(batch, step))
-    return plan, select, take_in
+    store, _ = timed(lambda: replay.store(batch, step))
+    return plan, select, store
 
 
 def save(replay: Replay, store: ExperienceStore) -> tuple[str, dict[str, Any]]:
@@ -153,7 +153,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     found["trajectory_bytes"] = (resident("RssAnon") - before) / sizes.trajectories
     found["mapped_bytes"] = (resident("RssFile") - mapped) / sizes.trajectories
     steps = [make_step(replay, sizes, rng, STEPS + number) for number in range(1, MEASURED_STEPS + 1)]
-    found |= zip(("plan", "select", "take_in"), map(statistics.median, zip(*steps, strict=True)), strict=True)
+    found |= zip(("plan", "select", "store"), map(statistics.median, zip(*steps, strict=True)), strict=True)
 
     store = ExperienceStore(folder)
     found["first_save"], _ = timed(lambda: save(replay, store))
