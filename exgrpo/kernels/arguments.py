@@ -9,7 +9,7 @@ from torch import Tensor
 from exgrpo.kernels import checks
 from exgrpo.kernels.inputs import (
     LEFT_OUT,
-    AllowedTokens,
+    AllowedIds,
     Head,
     HeadArguments,
     HeadOptions,
@@ -61,7 +61,7 @@ def keep(head: Head, allowed_tokens: tuple[Tensor, Tensor] | None) -> Head:
     if allowed_tokens is None:
         return head
     options = head.options
-    sets = AllowedTokens(*checks.allowed_tokens(allowed_tokens, head.target, options.shard.vocabulary))
+    sets = AllowedIds(*checks.allowed_tokens(allowed_tokens, head.target, options.shard.vocabulary))
     return head._replace(options=replace(options, allowed_tokens=sets))
 
 

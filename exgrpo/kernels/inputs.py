@@ -94,7 +94,7 @@ class VocabShard:
         return joined.unbind()
 
 
-class AllowedTokens(NamedTuple):
+class AllowedIds(NamedTuple):
     """The sets of vocabulary ids over which the tokens' softmaxes are."""
 
     ids: Tensor
@@ -140,7 +140,7 @@ class HeadOptions:
     """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
-    allowed_tokens: AllowedTokens | None = None
+    allowed_tokens: AllowedIds | None = None
     """None: each softmax is over the whole vocabulary."""
 
 

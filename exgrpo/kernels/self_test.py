@@ -17,7 +17,7 @@ from torch import Tensor
 from exgrpo.kernels import inputs
 from exgrpo.kernels.chunks import walks
 from exgrpo.kernels.chunks.passes import Backend
-from exgrpo.kernels.inputs import AllowedTokens, Needed, PolicyTerms, PolicyTokens, compute_dtype
+from exgrpo.kernels.inputs import AllowedIds, Needed, PolicyTerms, PolicyTokens, compute_dtype
 
 ENVIRONMENT = "EXGRPO_SELF_TEST"
 PLAIN = "torch"
@@ -144,7 +144,7 @@ def _head(exact: bool, device: torch.device, dtype: torch.dtype) -> inputs.Head:
     target[::7] = inputs.LEFT_OUT
     operand = torch.float64 if exact else dtype
     hidden, weight, bias = (values.to(dtype).to(device, operand) for values in (hidden, weight, bias))
-    sets, shard = AllowedTokens(torch.cat(words).int().to(device), offsets), inputs.VocabShard.whole(VOCABULARY)
+    sets, shard = AllowedIds(torch.cat(words).int().to(device), offsets), inputs.VocabShard.whole(VOCABULARY)
     return inputs.Head(
         hidden, weight, bias, target.to(device), inputs.HeadOptions(None, None, operand, shard, allowed_tokens=sets)
     )

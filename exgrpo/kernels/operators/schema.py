@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.inputs import AllowedTokens, Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate, VocabShard
+from exgrpo.kernels.inputs import AllowedIds, Head, HeadOptions, PolicyTerms, PolicyTokens, Surrogate, VocabShard
 
 WAITS = (torch.Tag.cudagraph_unsafe,)
 """Of an operator whose host waits for the device: `torch.compile` keeps it out of its CUDA graphs."""
@@ -94,7 +94,7 @@ def head_of(given: Mapping[str, Any]) -> Head:
     shard = VocabShard(size, offset, vocabulary, largest, given["group"])
     counts = None if given["counts"] is None else (given["counts"][0], given["counts"][1])
     allowed_tokens = (
-        None if given["allowed_ids"] is None else AllowedTokens(given["allowed_ids"], given["allowed_offsets"])
+        None if given["allowed_ids"] is None else AllowedIds(given["allowed_ids"], given["allowed_offsets"])
     )
     softcap, operand, memory = given["softcap"], given["operand"], given["memory"]
     options = HeadOptions(given["temperature"], softcap, operand, shard, memory, counts, allowed_tokens)
