@@ -14,16 +14,15 @@ from rich.console import Console
 from rich.progress import track
 
 from exgrpo.tools.evaluate.options import LONGEST_ANSWER, EvaluationOptions
-from exgrpo.train.common import jsonl
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as, printable
+from exgrpo.train.common.plain import read_log
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
-from exgrpo.train.config.evaluation import SAMPLED
 from exgrpo.train.config.policy import LoraConfig, with_saved
-from exgrpo.train.config.rollout import RolloutConfig
+from exgrpo.train.config.rollout import SAMPLED, RolloutConfig
 from exgrpo.train.config.sources import names_of, settings_of
 from exgrpo.train.data.files import HELD_OUT_SEED
 from exgrpo.train.data.prompts import PromptFormat
@@ -80,7 +79,7 @@ class AnswerFile:
         """Yield all complete records of the file."""
         if not self.path.exists():
             return
-        for line in jsonl.read_log(self.path):
+        for line in read_log(self.path):
             if line.problem:
                 return  # cut by an interruption
             yield line.value

@@ -24,11 +24,18 @@ from exgrpo.train.common.limits import (
     MOST_ROWS,
     MOST_STEPS,
 )
-from exgrpo.train.config.evaluation import SAMPLED, TEST, EvaluationConfig, HeldOutSet
 from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
-from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
+from exgrpo.train.config.rollout import (
+    SAMPLED,
+    TEST,
+    EnvironmentConfig,
+    EvaluationConfig,
+    HeldOutSet,
+    RolloutConfig,
+    check_rollout,
+)
 from exgrpo.train.config.section import Folder, Section, Sources, Text
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs, settings_of
 

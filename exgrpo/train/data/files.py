@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common import plain
 from exgrpo.train.common.errors import SHOWN, DataError, cut, os_errors_as, shown
 from exgrpo.train.common.functions import PREFIX, find_module, module_names
 from exgrpo.train.config.sources import checked, parameters, split_arguments
@@ -292,7 +292,7 @@ def _parsed(values: Iterable[Any], place: str, source: str, reading: ColumnSelec
 
 def _parsed_lines(text: str, path: Path, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     # Not splitlines(): JSON text may contain U+2028 and the like, which do not end a line of the file.
-    for line in jsonl.parsed(text.split("\n")):
+    for line in plain.parse_lines(text.split("\n")):
         place = f"{path} line {line.number}"
         yield _BadRow(place, line.problem) if line.problem else _row(line.value, place, path.stem, reading)
 

@@ -7,13 +7,12 @@ from itertools import chain
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.config.options import Config, RewardConfig
 from exgrpo.train.config.sources import names_of, settings_of
-from exgrpo.train.data.distinct import canonical, first_places
 from exgrpo.train.data.files import own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question
-from exgrpo.train.data.rows import REMEDY, Row
+from exgrpo.train.data.rows import REMEDY, Row, canonical, first_places
 from exgrpo.train.reward.contract import Columns
-from exgrpo.train.reward.golds import unearnable
+from exgrpo.train.reward.form import unearnable
 from exgrpo.train.reward.names import BUILTIN
 
 COUNTED_WRONG = "answers to them count as wrong"

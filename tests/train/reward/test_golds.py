@@ -8,7 +8,7 @@ import pytest
 
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward import golds
-from exgrpo.train.reward.golds import unearnable
+from exgrpo.train.reward.form import unearnable
 from exgrpo.train.reward.pool import Grader, Grades
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
+from exgrpo.train.data.tasks import Split, check_difficulty, different_problems, split_of_key
 
 REWARD = "math"
 """Reward of the task's answers: it grades what follows the thinking."""
