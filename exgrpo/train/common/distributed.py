@@ -71,22 +71,14 @@ ALONE = World(0, 1, torch.device("cpu"), control=None)
 
 
 def fail_together(world: World, problem: ExgrpoError | None) -> None:
-    """Raise an error on all ranks if any has one; collective.
-
-    Raises:
-        ExgrpoError: on every rank, the first problem in the order of ranks.
-    """
+    """Raise the first problem in the order of ranks on all ranks, if any rank has one; collective."""
     for found in world.gather(problem):
         if found is not None:
             raise found
 
 
 def agree(world: World, action: Callable[[], T]) -> T:
-    """Return the result of an action on this rank; collective.
-
-    Raises:
-        ExgrpoError: on every rank, if the action raises one on any.
-    """
+    """Return the result of an action on this rank; raise its ExgrpoError on all ranks if any has one; collective."""
     problem: ExgrpoError | None = None
     try:
         result = action()
@@ -123,7 +115,10 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
-        _skip_unused_cpu_build()
+        from deepspeed.ops import __compatible_ops__
+
+        # DeepSpeed would compile for 100 s an extension that only its inference all-reduce uses.
+        __compatible_ops__["deepspeed_shm_comm"] = False
     else:
         check_devices(max(local_size, local_rank + 1), accelerator.device_count())
         accelerator.set_device(local_rank)
@@ -207,10 +202,3 @@ def check_devices(processes: int, devices: int) -> None:
             f"{processes} processes of the run are to compute on this host, where torch sees {devices} GPUs: start one "
             "process for each GPU, and let every process see all of them (CUDA_VISIBLE_DEVICES)"
         )
-
-
-def _skip_unused_cpu_build() -> None:
-    # DeepSpeed would compile for 100 s an extension that only its inference all-reduce uses.
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False

@@ -113,11 +113,7 @@ class Needs:
         return getattr(function, "__needs__", cls())
 
     def check(self, known: Sequence[str], label: str) -> None:
-        """Refuse a field that is set and does not count for this kind of function.
-
-        Raises:
-            ConfigError: its message begins with the label.
-        """
+        """Raise ConfigError, which begins with the label, for a field that has no meaning for such a function."""
         for one in fields(self):
             if one.name not in known and getattr(self, one.name) != one.default:
                 there = f"there are {', '.join(known)}" if known else "there is nothing to declare"
@@ -189,11 +185,7 @@ class Functions:
         return AfterValidator(self.check)
 
     def check(self, name: str) -> str:
-        """Return the name if it is valid.
-
-        Raises:
-            ValueError: it is neither a built-in name nor a place.
-        """
+        """Return the name; raise ValueError if it is neither a built-in name nor a place."""
         if name in self.names or all(name.rpartition(":")[::2]):
             return name
         near = nearest(name, self.names)
@@ -204,11 +196,7 @@ class Functions:
         )
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function of that name.
-
-        Raises:
-            ConfigError: there is none, or its module or file cannot be loaded.
-        """
+        """Return the function of that name; raise ConfigError if there is none, or it cannot be loaded."""
         if name in self.names:
             return getattr(import_module(self.module), name)
         try:

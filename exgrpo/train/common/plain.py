@@ -129,10 +129,6 @@ def parse_lines(lines: Iterable[str | bytes], parse: Callable[[str | bytes], Any
 
 
 def read_log(path: Path) -> Iterator[Line]:
-    """Yield the lines of a file that a run appends to; damaged lines have a problem, and later ones are still read.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Yield the lines of a file that a run appends to; damaged lines have a problem, and later ones are still read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from parse_lines(file, json.loads)  # not `parse_json`: texts of models may contain lone surrogates

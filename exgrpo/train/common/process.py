@@ -192,11 +192,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_ancestor(ancestor: int) -> None:
-    """Kill this process, and those between it and an ancestor, when one of them is gone.
-
-    Args:
-        ancestor: process id of the parent, its parent, and so on; does nothing for any other process.
-    """
+    """Kill this process, and those between it and an ancestor, when one is gone; do nothing if it is no ancestor."""
     line = [os.getpid()]
     while line[-1] != ancestor:
         line.append(_parent(line[-1]))
@@ -212,11 +208,7 @@ def end_with_ancestor(ancestor: int) -> None:
 
 
 def end_group_with_parent(parent: int) -> None:
-    """Kill this process's group when the parent is gone.
-
-    Args:
-        parent: process id of the parent at the start; it may be gone already.
-    """
+    """Kill this process's group when the parent at the start, which may be gone already, is gone."""
     _watch([os.getpid(), parent], lambda: os.killpg(0, signal.SIGKILL))
 
 

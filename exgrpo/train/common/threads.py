@@ -71,33 +71,16 @@ def look(processors: set[int]) -> float:
 
 
 def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the number of processors that the control groups of this process allow; None: no limit.
+    """Return the processors that the control group (version 2) of this process, and those above, allow; None: no limit.
 
-    Version 2 has the limit in `cpu.max`, version 1 in two files of `cpu`. A parent group's limit applies too.
-
-    Args:
-        mounted: mount point of the groups.
-        membership: file that lists this process's groups.
+    `mounted` is the mount point of the groups, `membership` the file that names this process's group.
     """
     limits = []
     with suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            root = mounted / controllers
-            # A container's own group is mounted at the root, whatever its path outside.
-            group = root / path.lstrip("/")
-            limits += [_limit(one) for one in (group, *group.parents) if one.is_relative_to(root)]
-    return min(filter(None, limits), default=None)
-
-
-def _limit(group: Path) -> float | None:
-    with suppress(OSError, ValueError):
-        if (group / "cpu.max").exists():
-            allowed, period = (group / "cpu.max").read_text().split()
-        else:
-            allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if float(allowed) > 0:  # "max" (not a number) and -1 mean no limit
-            return float(allowed) / float(period)
-    return None
+        path = membership.read_text().partition("0::/")[2].strip()
+        # A container's own group is mounted at the root, whatever its path outside.
+        for group in (mounted / path, *(mounted / path).parents):
+            with suppress(OSError):
+                allowed, period = (group / "cpu.max").read_text().split()
+                limits += [] if allowed == "max" else [int(allowed) / int(period)]
+    return min(limits, default=None)

@@ -353,11 +353,7 @@ def held_out_sets(config: Config) -> dict[str, Asked]:
 
 
 def check_evaluation(config: Config) -> None:
-    """Check that options which depend on an evaluation's metric have one.
-
-    Raises:
-        ConfigError: a metric is missing.
-    """
+    """Raise ConfigError if an option depends on the metric of an evaluation, and there is none."""
     if config.evaluation.patience and not (config.checkpoint.best and config.evaluation.every):
         raise ConfigError(
             "evaluation.patience needs checkpoint.best, the number that has to improve, and evaluation.every"

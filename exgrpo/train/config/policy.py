@@ -61,11 +61,8 @@ Overrides = Annotated[
 def located(path: str) -> str:
     """Return the local folder of a model's path, or the hub name.
 
-    Args:
-        path: a local folder, builtin:NAME for a model of this package, or a hub name.
-
     Raises:
-        ModelError: it is none of them, or the folder holds no model.
+        ModelError: it is neither builtin:NAME nor a folder with a model, and no hub name.
     """
     with os_errors_as(ModelError, f"policy.path: {path!r} cannot be read"):
         if path.startswith(PREFIX):

@@ -190,11 +190,7 @@ def _checked_row(
 
 
 def gold_text(value: Any, key: str) -> str:
-    """Return a gold answer as text, "" for null and NaN.
-
-    Args:
-        value: cell of the row.
-        key: its name in the error message.
+    """Return the gold answer in a cell as text, "" for null and NaN; `key` names the cell in messages.
 
     Raises:
         DataError: it is neither a text nor a finite number, nor a list of one of them.

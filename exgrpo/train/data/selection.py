@@ -51,18 +51,9 @@ def read_sources(
     limit: int | None,
     seed: int,
 ) -> list[list[Row]]:
-    """Return the rows of each source.
+    """Return the rows of each source; `columns` returns the columns that a reward takes, by its name.
 
-    Args:
-        config: configuration of the run.
-        sources: names of the sources.
-        columns: returns the columns that a reward takes, by its name.
-        split: split of hub data sets and generators.
-        limit: number of questions that generators make.
-        seed: seed of generators.
-
-    Raises:
-        DataError: a source cannot be read.
+    The other arguments are those of `read_rows`, which raises DataError.
     """
     return [
         read_rows(
@@ -79,12 +70,7 @@ def read_sources(
 
 
 def select(config: Config, columns: Callable[[str], Columns], *, progress: bool = False) -> Selection:
-    """Read the sources to train on and select their rows.
-
-    Args:
-        config: configuration of the run.
-        columns: as in `read_sources`.
-        progress: show a progress bar on a terminal.
+    """Read the sources to train on and select their rows; `columns` as in `read_sources`.
 
     Raises:
         DataError: a source cannot be read, or no row of it is left.
@@ -112,17 +98,9 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
 def unearnable_pairs(
     questions: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
 ) -> set[tuple[str, str]]:
-    """Return the missing gold answers and those that a reward of this package can never match.
+    """Return pairs of a reward and a gold answer that is missing, or that this reward can never match.
 
     The user's rewards are not checked, since their comparison is unknown.
-
-    Args:
-        questions: rows or questions with gold answers.
-        options: options of the rewards.
-        progress: show a progress bar on a terminal.
-
-    Returns:
-        set[tuple[str, str]]: pairs of a reward and a gold answer.
     """
     pairs = {(one.reward, one.gold) for one in questions}
     judged = {pair for pair in pairs if pair[0] in BUILTIN}
@@ -131,12 +109,9 @@ def unearnable_pairs(
 
 
 def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, str]], fate: str) -> str:
-    """Return one line about gold answers that cannot be earned, quoting the first; "" if there are none.
+    """Return one line about gold answers in `unearnable_pairs`, quoting the first; "" if there are none.
 
-    Args:
-        questions: rows or questions with gold answers.
-        pairs: as `unearnable_pairs` returns them.
-        fate: what happens to the questions, for the message.
+    `fate` is what happens to their questions, for the message.
     """
     every = list(questions)
     found = [one for one in every if (one.reward, one.gold) in pairs]
@@ -149,12 +124,7 @@ def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, 
 
 
 def overlap_note(train: Iterable[Row], held_out: Mapping[str, Iterable[Row]]) -> str:
-    """Return one line about training questions that are also held out; "" if there are none.
-
-    Args:
-        train: training rows, one for each question.
-        held_out: rows of the held-out questions, by the name of their set.
-    """
+    """Return one line about training questions that are also held out, by name of their set; "" if there are none."""
     texts = {name: set(map(_words, rows)) for name, rows in held_out.items()}
     found = [row for row in train if any(_words(row) in of_set for of_set in texts.values())]
     if not found:

@@ -104,11 +104,6 @@ def unearnable(golds: Iterable[str], options: RewardConfig, *, progress: bool = 
     The response tested repeats the gold answer letter by letter in the form of `reward.form`. Plain numbers can always
     be earned; all others are tested in processes with the limits of grading. A gold answer that exceeds them counts as
     earnable, since a timeout may differ between ranks, which must decide alike.
-
-    Args:
-        golds: answers of questions with these rewards; duplicates are tested once.
-        options: options of the run's rewards.
-        progress: show a progress bar on a terminal.
     """
     tried = {gold: _response(gold, options.form) for gold in dict.fromkeys(golds) if not _NUMBER.fullmatch(gold)}
     found = {gold for gold, response in tried.items() if response is None}

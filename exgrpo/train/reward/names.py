@@ -70,9 +70,7 @@ def beside(name: str, kind: Kind) -> str | None:
 def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]:
     """Return the function that extracts the part of a response on which its grade depends; None: the grade is 0.
 
-    Args:
-        name: name of the reward.
-        form: a name in `grading.FORMS`: only an answer in this form counts. A user's reward gets the whole response.
+    With a `form` of `grading.FORMS`, only an answer in this form counts; a user's reward gets the whole response.
     """
     part: Callable[[str], str | None] = BUILTIN.get(name, lambda response: response)
     if form == AUTO or is_own(name):

@@ -75,16 +75,12 @@ def test_the_quota_of_a_container_limits_the_number(unnamed):
         assert ("with a quota of" in found.why) == (limit < 4)
 
 
-def test_quotas_of_both_versions_of_control_groups_and_of_the_groups_above(tmp_path):
+def test_quotas_of_a_control_group_and_of_the_groups_above(tmp_path):
     membership = tmp_path / "membership"
     for name, text in {
         "two/cpu.max": "max 100000",
         "two/outer/cpu.max": "150000 100000",
         "two/outer/inner/cpu.max": "400000 100000",
-        "one/cpu/cpu.cfs_quota_us": "-1",
-        "one/cpu/cpu.cfs_period_us": "100000",
-        "one/cpu/mine/cpu.cfs_quota_us": "50000",
-        "one/cpu/mine/cpu.cfs_period_us": "100000",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
@@ -93,8 +89,7 @@ def test_quotas_of_both_versions_of_control_groups_and_of_the_groups_above(tmp_p
         ("two", "0::/\n", None),
         ("two", "0::/of/the/host/which/is/not/seen/here\n", None),
         ("two", "0::/outer/gone\n", 1.5),
-        ("one", "4:memory:/x\n1:cpu:/mine\n", 0.5),
-        ("one", "1:cpu:/\n", None),
+        ("two", "1:cpu:/outer\n", None),  # of version 1
         ("nowhere", "0::/\n", None),
     ):
         membership.write_text(groups)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.config.options import RewardConfig
-from exgrpo.train.reward import golds
+from exgrpo.train.reward import form as golds
 from exgrpo.train.reward.form import unearnable
 from exgrpo.train.reward.pool import Grader, Grades
 
