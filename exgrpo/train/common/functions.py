@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PREFIX = "builtin:"
 """Prefix of a built-in task or model where other sources may be named too."""
-ASSETS = Path(__file__).parents[2] / "assets"
+PACKAGE = Path(__file__).parents[2]
+ASSETS = PACKAGE / "assets"
 DEFAULT_TASK = "arithmetic"
 """Task of the default run."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -162,12 +163,7 @@ class Functions:
     @cached_property
     def names(self) -> list[str]:
         """Names of the built-in functions. The module is parsed, not imported: it may import torch, and the options."""
-        # find_spec of a submodule imports its parent packages, so only the top one is looked up.
-        package, *below = self.module.split(".")
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        file = Path(spec.submodule_search_locations[0]).joinpath(*below).with_suffix(".py")
+        file = PACKAGE.joinpath(*self.module.split(".")[1:]).with_suffix(".py")
         defined = ast.parse(file.read_text(encoding="utf-8")).body
         names = (item.name for item in defined if isinstance(item, ast.FunctionDef))
         return sorted(name for name in names if not name.startswith("_"))

@@ -83,7 +83,7 @@ def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def parameters(function: Callable[..., Any], own: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of a function with their types, without those in `own`."""
+    """Return the parameters of a function or a dataclass with their types, without those in `own`."""
     found = inspect.signature(function, eval_str=True).parameters.values()
     named = [one for one in found if one.name not in own and one.kind is not one.VAR_KEYWORD]
     return {one.name: Any if one.annotation is one.empty else one.annotation for one in named}

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.common.distributed import agree
-from exgrpo.train.common.durable import flush_folder, flush_tree
+from exgrpo.train.common.durable import flush, flush_tree
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.config.hub import installed
 from exgrpo.train.config.options import Config, held_out_sets
@@ -61,7 +61,7 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -
                 if folder.exists():
                     folder.replace(before)
                 work.replace(folder)
-                flush_folder(folder.parent)
+                flush(folder.parent)
                 shutil.rmtree(before, ignore_errors=True)
 
     agree(policy.world, write)
