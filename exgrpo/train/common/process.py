@@ -224,15 +224,14 @@ def _watch(line: Sequence[int], end: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="watch over the parent", daemon=True).start()
 
 
+# Both return nothing of a process that is gone, or another user's.
 def _command(process: int) -> list[str]:
-    """Return the words of a process's command line; none if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).cmdline()
     return []
 
 
 def _parent(process: int) -> int:
-    """Return the parent of a process; 0 if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).ppid()
     return 0

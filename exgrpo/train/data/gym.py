@@ -116,7 +116,6 @@ def make(order: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _data_set(name: str) -> tuple[Any, Any]:
-    """Return the class of a data set and the class of its configuration."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -217,7 +217,6 @@ def contradictions(questions: Iterable[Question]) -> str:
 def _tokenised(
     rows: Sequence[Row], tokenizer: Any, prompts: PromptFormat, progress: bool
 ) -> Iterator[tuple[Row, list[int]]]:
-    """Yield every row with its token ids, tokenising lazily in batches."""
     console = Console(stderr=True)
     shown = progress and console.is_terminal
     for start in track(range(0, len(rows), _BATCH), "Tokenising", console=console, transient=True, disable=not shown):

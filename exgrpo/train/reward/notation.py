@@ -247,8 +247,6 @@ def _cases(body: str) -> Written:
 
 @dataclass(frozen=True)
 class _Term:
-    """A number or formula with the words before and after it."""
-
     lead: str = ""
     math: str = ""
     trail: str = ""

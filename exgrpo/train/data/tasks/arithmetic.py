@@ -169,7 +169,6 @@ def _digits(number: int, width: int = 0) -> list[int]:
 
 
 def _number(rng: random.Random, *lengths: int) -> int:
-    """Return a random number with one of these numbers of digits."""
     length = rng.choice(lengths)
     return rng.randrange(10 ** (length - 1), 10**length)
 
