@@ -1,17 +1,13 @@
-"""Checks by grading: the form of answers, right answers in an unexpected form, gold answers that cannot be earned."""
+"""Format checks of graded answers: required form, presence of any answer, right answers in an unexpected form."""
 
-import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from rich.console import Console
-from rich.progress import track
 
 from exgrpo.train.common.distributed import World, on_main
 from exgrpo.train.config.options import RewardConfig
-from exgrpo.train.reward.grading import AUTO, FORMS, math_no_think, readable_gold
+from exgrpo.train.reward.grading import AUTO, FORMS
 from exgrpo.train.reward.names import DEFAULT, Kind, beside, decisive_part_of, is_own
 from exgrpo.train.reward.pool import Grader, Grades
 
@@ -87,46 +83,3 @@ def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form:
         for response, gold, reward in answers:
             grading.add(response, gold, reward=reward)
         return grading.finish()
-
-
-WRITTEN = {AUTO: "\\boxed{%s}", "boxed": "\\boxed{%s}", "tags": "<answer>%s</answer>", "line": "Answer: %s"}
-"""Response that states an answer verbatim, by `reward.form`; "hashes" holds digits only."""
-UNEARNED = f"{__name__}:unearned"
-
-_NUMBER = re.compile(r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?")
-_CHUNK = 512
-
-
-def unearnable(golds: Iterable[str], options: RewardConfig, *, progress: bool = False) -> set[str]:
-    """Return the gold answers for which `math` and `math_no_think` reward no response.
-
-    The response tested repeats the gold answer letter by letter in the form of `reward.form`. Plain numbers can always
-    be earned; all others are tested in processes with the limits of grading. A gold answer that exceeds them counts as
-    earnable, since a timeout may differ between ranks, which must decide alike.
-    """
-    tried = {gold: _response(gold, options.form) for gold in dict.fromkeys(golds) if not _NUMBER.fullmatch(gold)}
-    found = {gold for gold, response in tried.items() if response is None}
-    pairs = [(response, gold) for gold, response in tried.items() if response is not None]
-    if not pairs:
-        return found
-    console = Console(stderr=True)
-    starts = range(0, len(pairs), _CHUNK)
-    with Grader.of([UNEARNED], options, parts={}, form=AUTO) as grader:
-        shown = progress and console.is_terminal
-        for start in track(starts, "Reading gold answers", console=console, transient=True, disable=not shown):
-            chunk = pairs[start : start + _CHUNK]
-            grades = grader.grade(chunk)
-            found |= {gold for (_, gold), reward in zip(chunk, grades.reward, strict=True) if reward}
-    return found
-
-
-def _response(gold: str, form: str) -> str | None:
-    """Return the graded part of a response that states `gold`; None if this form cannot express it."""
-    if form == "hashes":  # any number can be written in decimals, so a box is tested instead
-        return f"\\boxed{{{gold}}}" if re.search("[0-9]", gold) else None
-    return decisive_part_of(DEFAULT, form)(WRITTEN[form] % gold)
-
-
-def unearned(response: str, gold: str) -> float:
-    """Return 1.0 if `response` gets no reward of this package, else 0.0."""
-    return float(not (readable_gold(gold) and math_no_think(response, gold)))
