@@ -104,7 +104,7 @@ def test_a_program_that_spins_is_a_load_of_its_processor():
         there = psutil.Process(process.pid)
         while there.cpu_times().user < 0.1:
             time.sleep(0.05)
-        assert median(look({processor}) for _ in range(5)) > 0.9  # whoever else is there, the processor is busy
+        assert median(look({processor}) for _ in range(5)) > 0.5  # whoever else is there, the processor is busy
     finally:
         process.kill()
         process.wait()
