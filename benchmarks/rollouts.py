@@ -28,8 +28,9 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import parse_args
+from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import load_questions
+from exgrpo.train.data.questions import question_set
 from exgrpo.train.metrics.utilisation import PhaseClock
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
@@ -161,7 +162,8 @@ def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dic
         tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
         data, prompt_format = config.data, PromptFormat.from_options(config.data)
         source, limit = data.train[0], data.train_limit
-        questions = load_questions(source, tokenizer, prompt_format, split=data.train_split, limit=limit)
+        rows = read_rows(source, split=data.train_split, limit=limit)
+        questions = question_set(source, rows, tokenizer, prompt_format, limit=limit)
         prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
         weights = Weights(config, world.device)
         gaps = {name: weight_gap(engine, weights, prompts[:GAP_PROMPTS], config) for name, engine in engines.items()}

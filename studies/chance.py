@@ -2,8 +2,7 @@
 
 import zlib
 
-from exgrpo.train.data.generation import split_of_key
-from exgrpo.train.data.tasks import countdown
+from exgrpo.train.data.tasks import countdown, split_of_key
 
 ONE_IN = 5
 

@@ -17,9 +17,8 @@ from exgrpo.integrations.trl_batch import places
 from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
-from exgrpo.train.data.distinct import canonical, first_places
 from exgrpo.train.data.questions import Question
-from exgrpo.train.data.rows import Message, as_text, marked_answer
+from exgrpo.train.data.rows import Message, as_text, canonical, first_places, marked_answer
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
 from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 

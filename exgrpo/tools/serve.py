@@ -19,8 +19,8 @@ from exgrpo.extras import needs
 with needs(__name__, "exgrpo[train]"):
     from exgrpo.train.common.errors import ConfigError, ExgrpoError
     from exgrpo.train.common.process import SERVER
-    from exgrpo.train.common.threads import VARIABLE, Rank, choose
-    from exgrpo.train.config.pretrained import from_arguments
+    from exgrpo.train.common.threads import VARIABLE, choose
+    from exgrpo.train.config.policy import from_arguments
     from exgrpo.train.policy.check import check_positions, check_weights
     from exgrpo.train.policy.source import ModelSource, find_model
     from exgrpo.train.policy.tokenizer import DTYPES
@@ -78,7 +78,7 @@ def build(argv: Sequence[str], *, on_cpu: bool) -> tuple[list[str], dict[str, st
         switches.append("--enforce-eager")
         # By default each server would bind to the trainer's cores.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        environment[VARIABLE] = str(choose(None, None, [Rank.here()]).count)
+        environment[VARIABLE] = str(choose(None, None, [os.sched_getaffinity(0)]).count)
     pairs = [str(part) for option in options.items() for part in option]
     return [sys.executable, "-m", *program, *pairs, *switches, *further], environment
 

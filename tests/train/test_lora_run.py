@@ -6,8 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from exgrpo.train.common.errors import ConfigError, ModelError
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.config.policy import LoraConfig
-from exgrpo.train.config.pretrained import located
+from exgrpo.train.config.policy import LoraConfig, located
 from exgrpo.train.policy.adapters import add_adapters
 from tests.train.launch import MAIN, completed
 from tests.train.run.test_run import SMALL, continued, records

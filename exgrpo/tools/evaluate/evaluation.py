@@ -14,26 +14,26 @@ from rich.console import Console
 from rich.progress import track
 
 from exgrpo.tools.evaluate.options import LONGEST_ANSWER, EvaluationOptions
-from exgrpo.train.common import jsonl
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.errors import HaltError, OutputError, os_errors_as, printable
+from exgrpo.train.common.plain import read_log
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
-from exgrpo.train.config.evaluation import SAMPLED
 from exgrpo.train.config.policy import LoraConfig, with_saved
-from exgrpo.train.config.rollout import RolloutConfig
+from exgrpo.train.config.rollout import SAMPLED, RolloutConfig
 from exgrpo.train.config.sources import names_of, settings_of
-from exgrpo.train.data.files import HELD_OUT_SEED
+from exgrpo.train.data.files import HELD_OUT_SEED, read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, load_questions
+from exgrpo.train.data.questions import NoPromptFitsError, Question, contradictions, question_set
 from exgrpo.train.data.selection import COUNTED_WRONG, gold_note, unearnable_pairs
 from exgrpo.train.metrics.soundness import ungraded
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.policy import WholeWeights
 from exgrpo.train.policy.tokenizer import DTYPES, Pretrained, check_prompts, load_pretrained
+from exgrpo.train.reward.contract import ALL_COLUMNS
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import RolloutWorker
@@ -80,7 +80,7 @@ class AnswerFile:
         """Yield all complete records of the file."""
         if not self.path.exists():
             return
-        for line in jsonl.read_log(self.path):
+        for line in read_log(self.path):
             if line.problem:
                 return  # cut by an interruption
             yield line.value
@@ -112,19 +112,18 @@ def load(options: EvaluationOptions, tokenizer: Any, *, progress: bool) -> tuple
     problem: NoPromptFitsError | None = None
     for source in options.data.test:
         own = settings_of(source, options.data.sources)
+        prompts, limit = PromptFormat.from_source(source, options.data), options.data.test_limit
+        rows = read_rows(
+            source,
+            split=options.data.test_split,
+            limit=limit,
+            seed=HELD_OUT_SEED,
+            columns=ALL_COLUMNS,
+            names=names_of(source, options.data),
+            reward=options.reward.function or own.reward,
+        )
         try:
-            of_source = load_questions(
-                source,
-                tokenizer,
-                PromptFormat.from_source(source, options.data),
-                split=options.data.test_split,
-                limit=options.data.test_limit,
-                seed=HELD_OUT_SEED,
-                progress=progress,
-                names=names_of(source, options.data),
-                reward=options.reward.function or own.reward,
-                stop=own.stop,
-            )
+            of_source = question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=own.stop)
         except NoPromptFitsError as error:
             problem = error
             left_out += error.left_out

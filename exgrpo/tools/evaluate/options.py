@@ -11,7 +11,6 @@ from pydantic import Field, PositiveInt, ValidationError
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.limits import LONGEST
 from exgrpo.train.config.command_line import check_names, one_line
-from exgrpo.train.config.evaluation import SAMPLED, EvaluationConfig
 from exgrpo.train.config.options import (
     Config,
     DataConfig,
@@ -21,8 +20,7 @@ from exgrpo.train.config.options import (
     RolloutConfig,
     as_in,
 )
-from exgrpo.train.config.policy import Dtype
-from exgrpo.train.config.pretrained import Overrides
+from exgrpo.train.config.policy import Dtype, Overrides
 from exgrpo.train.config.recipe import (
     RecipeArgument,
     load_stored,
@@ -32,7 +30,7 @@ from exgrpo.train.config.recipe import (
     split_recipe,
     unfinished,
 )
-from exgrpo.train.config.rollout import EnvironmentConfig
+from exgrpo.train.config.rollout import SAMPLED, EnvironmentConfig, EvaluationConfig
 from exgrpo.train.config.section import Folder, Section, Sources, StopString, Text, explain, flat, known_keys
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs
 from exgrpo.train.data.prompts import PromptFormat

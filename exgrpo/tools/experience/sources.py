@@ -12,7 +12,7 @@ from exgrpo.train.common.durable import DamagedFileError
 from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.pretrained import located
+from exgrpo.train.config.policy import located
 from exgrpo.train.config.recipe import validate_stored
 from exgrpo.train.data.questions import Question, QuestionSet, joined_questions
 from exgrpo.train.data.rows import NO_COLUMNS

@@ -33,7 +33,7 @@ from exgrpo.train.checkpoint.listing import (
 )
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.distributed import World, agree, on_main
-from exgrpo.train.common.durable import DamagedFileError, flush_file, flush_folder, sha256
+from exgrpo.train.common.durable import DamagedFileError, flush, sha256
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay import ReplayState
@@ -141,8 +141,8 @@ class Checkpoints:
         if final.exists():
             self._delete(final)
         work.replace(final)
-        flush_folder(final.parent)
-        flush_folder(self.run)
+        flush(final.parent)
+        flush(self.run)
         self._rotate()
 
     def _rotate(self) -> None:
@@ -162,7 +162,7 @@ class Checkpoints:
         deleted = folder.with_suffix(DELETED)
         shutil.rmtree(deleted, ignore_errors=True)
         folder.replace(deleted)
-        flush_folder(folder.parent)
+        flush(folder.parent)
         shutil.rmtree(deleted)
 
     def load(self, policy: Policy, trainer: Resumable) -> tuple[int, dict[str, Any]]:
@@ -282,7 +282,7 @@ def _flush_and_hash(folder: Path, names: list[str]) -> dict[str, SavedFile]:
     """Flush files to disk and return their sizes and checksums."""
     files = {}
     for path in (folder / name for name in names):
-        flush_file(path)
-        flush_folder(path.parent)
+        flush(path)
+        flush(path.parent)
         files[str(path.relative_to(folder))] = SavedFile(size=path.stat().st_size, sha256=sha256(path))
     return files

@@ -1,7 +1,7 @@
 """The columns of an answer: the one table that the batch of a step, the buffer, checkpoints and traces are made from.
 
 To add a column, add an entry to `AnswerColumns` and fill it where it is known. With `stored`, buffer and checkpoints
-keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it.
+keep it, and `prioritise` and `expire` can read it; with a name in `trace`, exports have it and imports read it, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Column:
     Attributes:
         axis: what it has a value of.
         meaning: one line, for the documentation and for the cards of exported data sets.
-        stored: True if the buffer and checkpoints keep it.
+        stored: True if the buffer and checkpoints keep it, as they do all columns of traces.
         trace: its name in files of traces; "": they lack it.
         was: its names in checkpoints and traces of earlier versions.
         default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
@@ -83,11 +83,10 @@ class AnswerColumns:
         Column(
             "row",
             "True if the answer ended with EOS or a stop string and was not cut at the length limit",
-            stored=True,
             trace="finished",
         ),
     ]
-    reward: Annotated[Doubles, Column("row", "what the verifier gave", stored=True, trace="reward")]
+    reward: Annotated[Doubles, Column("row", "what the verifier gave", trace="reward")]
     penalty: Annotated[
         Doubles, Column("row", "what its length takes from its reward in advantages", stored=True, default=0.0)
     ]
@@ -96,25 +95,23 @@ class AnswerColumns:
         Column(
             "row",
             "hash of the solution that it gives: answers that differ only in form have the same one; 0: none",
-            stored=True,
             trace="key",
         ),
     ]
-    step: Annotated[Ints, Column("row", "training step in which it was written", stored=True, trace="step")]
+    step: Annotated[Ints, Column("row", "training step in which it was written", trace="step")]
     old_log_probs_from: Annotated[
         npt.NDArray[np.uint8],
         Column(
             "row",
             "who computed the log-probs of the policy that wrote it: the trainer, before the update of that step, or "
             "the rollout engine, in sampling; unknown: nobody, and they are 0: the writer counts as certain",
-            stored=True,
             trace="old_log_probs_from",
             was=("behaviour",),
         ),
     ]
     text: Annotated[Objects, Column("row", "of fresh answers, what is graded: before the EOS token or stop string")]
     parts: Annotated[Objects, Column("row", "of fresh answers, the parts of the reward by name")]
-    replays: Annotated[Ints, Column("row", "how often it was replayed", stored=True, trace="replays")]
+    replays: Annotated[Ints, Column("row", "how often it was replayed", trace="replays")]
     chosen_entropy: Annotated[
         Doubles,
         Column(
@@ -135,7 +132,6 @@ class AnswerColumns:
         Column(
             "row",
             "advantage as it counts in this step; of stored answers, in the group that they were written in",
-            stored=True,
             trace="advantage",
             default=0.0,
         ),
@@ -145,13 +141,11 @@ class AnswerColumns:
         Column(
             "row",
             "of stored answers, successes among the answers that count of the group that they were written in",
-            stored=True,
             trace="group_successes",
         ),
     ]
     answers: Annotated[
-        Ints,
-        Column("row", "of stored answers, number of those answers; 0: not known", stored=True, trace="group_answers"),
+        Ints, Column("row", "of stored answers, number of those answers; 0: not known", trace="group_answers")
     ]
     weight: Annotated[
         Doubles,
@@ -162,8 +156,7 @@ class AnswerColumns:
     ]
 
     token: Annotated[
-        TokenIds,
-        Column("token", "token ids of the answer, with the token that ends it", stored=True, trace="response_ids"),
+        TokenIds, Column("token", "token ids of the answer, with the token that ends it", trace="response_ids")
     ]
     response_mask: Annotated[
         Mask,
@@ -171,7 +164,6 @@ class AnswerColumns:
             "token",
             "True if the policy wrote the token; others are observations of an environment, with log-probs of 0 and "
             "no gradient",
-            stored=True,
             trace="response_mask",
             was=("own", "written"),
             default=True,
@@ -186,7 +178,6 @@ class AnswerColumns:
         Column(
             "token",
             "log-prob under the policy that wrote the answer, at the sampling temperature; NaN until known",
-            stored=True,
             trace="log_prob",
         ),
     ]
@@ -213,7 +204,6 @@ class AnswerColumns:
             "token",
             "ids of the tokens that it was drawn from, over which all of these log-probs and entropies are; not filled "
             "where rollouts are cut nowhere",
-            stored=True,
             trace="allowed_tokens",
             was=("kept",),
         ),
@@ -222,7 +212,8 @@ class AnswerColumns:
 
 def _column(hint: Any) -> Column:
     """Return the column of an annotation, with its dtype."""
-    (column,) = hint.__metadata__
+    (declared,) = hint.__metadata__
+    column = replace(declared, stored=declared.stored or declared.trace != "")
     kind = hint.__origin__
     if kind is AllowedTokens:
         return replace(column, dtype=kind)

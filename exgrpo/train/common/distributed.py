@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from exgrpo.train.common.errors import ConfigError, ExgrpoError, shown
-from exgrpo.train.common.threads import Rank, Threads, choose
+from exgrpo.train.common.threads import Threads, choose
 
 T = TypeVar("T")
 
@@ -28,7 +28,6 @@ class World:
         device: device of this process.
         control: gloo group for Python objects, in addition to NCCL on GPUs; None if this is the only process.
         threads: threads of each process on this machine; None: torch's default (GPUs).
-        ranks: processes of the run on this machine.
     """
 
     rank: int
@@ -36,7 +35,6 @@ class World:
     device: torch.device
     control: dist.ProcessGroup | None
     threads: Threads | None = None
-    ranks: tuple[Rank, ...] = ()
 
     @property
     def is_main(self) -> bool:
@@ -73,22 +71,14 @@ ALONE = World(0, 1, torch.device("cpu"), control=None)
 
 
 def fail_together(world: World, problem: ExgrpoError | None) -> None:
-    """Raise an error on all ranks if any has one; collective.
-
-    Raises:
-        ExgrpoError: on every rank, the first problem in the order of ranks.
-    """
+    """Raise the first problem in the order of ranks on all ranks, if any rank has one; collective."""
     for found in world.gather(problem):
         if found is not None:
             raise found
 
 
 def agree(world: World, action: Callable[[], T]) -> T:
-    """Return the result of an action on this rank; collective.
-
-    Raises:
-        ExgrpoError: on every rank, if the action raises one on any.
-    """
+    """Return the result of an action on this rank; raise its ExgrpoError on all ranks if any has one; collective."""
     problem: ExgrpoError | None = None
     try:
         result = action()
@@ -125,7 +115,10 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu:
-        _skip_unused_cpu_build()
+        from deepspeed.ops import __compatible_ops__
+
+        # DeepSpeed would compile for 100 s an extension that only its inference all-reduce uses.
+        __compatible_ops__["deepspeed_shm_comm"] = False
     else:
         check_devices(max(local_size, local_rank + 1), accelerator.device_count())
         accelerator.set_device(local_rank)
@@ -145,23 +138,22 @@ def start(timeout_minutes: float, threads: int | None = None, kept: Mapping[str,
         device=torch.device("cpu") if on_cpu else torch.device(accelerator.device_name(local_rank)),
         control=dist.new_group(backend="gloo", timeout=timeout),
     )
-    first = world.rank - local_rank
-    ranks = tuple(world.gather(Rank.here())[first : first + local_size])
-    world = dataclasses.replace(world, ranks=ranks, threads=_threads(world, ranks, threads, kept))
+    world = dataclasses.replace(world, threads=_threads(world, local_size, threads, kept))
     if world.threads:
         torch.set_num_threads(world.threads.count)
     return world
 
 
-def _threads(world: World, ranks: Sequence[Rank], asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
+def _threads(world: World, local_size: int, asked: int | None, kept: Mapping[str, int] | None) -> Threads | None:
     """Return the threads of each process on this machine, measured by its first process while the others wait."""
     if world.device.type != "cpu":
         return Threads(asked, "distributed.threads") if asked else None
-    local_rank, found = int(os.environ["LOCAL_RANK"]), None
-    if local_rank == 0:
+    first, found = world.rank - int(os.environ["LOCAL_RANK"]), None
+    processors = world.gather(os.sched_getaffinity(0))[first : first + local_size]
+    if world.rank == first:
         same = kept["threads"] if kept and kept["ranks"] == world.size else None
-        found = choose(asked, same, ranks)
-    return world.gather(found)[world.rank - local_rank]
+        found = choose(asked, same, processors)
+    return world.gather(found)[first]
 
 
 def missing_gpu(world: World) -> str | None:
@@ -210,10 +202,3 @@ def check_devices(processes: int, devices: int) -> None:
             f"{processes} processes of the run are to compute on this host, where torch sees {devices} GPUs: start one "
             "process for each GPU, and let every process see all of them (CUDA_VISIBLE_DEVICES)"
         )
-
-
-def _skip_unused_cpu_build() -> None:
-    # DeepSpeed would compile for 100 s an extension that only its inference all-reduce uses.
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False

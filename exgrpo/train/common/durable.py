@@ -25,18 +25,12 @@ def write_whole(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    flush_folder(path.parent)
+    flush(path.parent)
 
 
-def flush_file(path: Path) -> None:
-    """Force the content of a file to disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Force the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Force the content of a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -46,7 +40,7 @@ def flush_folder(folder: Path) -> None:
 def flush_tree(folder: Path) -> None:
     """Force all files under a folder, and their names, to disk."""
     for path in (*folder.rglob("*"), folder):
-        flush_folder(path) if path.is_dir() else flush_file(path)
+        flush(path)
 
 
 def sha256(path: Path) -> str:

@@ -93,11 +93,9 @@ def cut(text: str, characters: int) -> str:
 
 
 def shown(value: object, characters: int = SHOWN) -> str:
-    """Format an external value for a message: an exception as its text, anything else as a literal.
+    """Format an external value for a message of one line: an exception as its text, anything else as a literal.
 
-    Args:
-        value: anything; unprintable objects are named by their type.
-        characters: largest length, on one line.
+    Objects that cannot be printed are named by their type.
     """
     try:
         if isinstance(value, BaseException):
@@ -112,15 +110,10 @@ def shown(value: object, characters: int = SHOWN) -> str:
 
 
 def cause(error: BaseException, file: str | None) -> str:
-    """Format an exception of a user's function, with the line of their file if there is one."""
+    """Format an exception of a user's function, with the last line of their file that it passed through, if any."""
     message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {shown(error)}"
-    return f"{message}{place_in(file, error)}"
-
-
-def place_in(file: str | None, error: BaseException) -> str:
-    """Return the last line of a file that an exception passed through, in brackets; empty if none."""
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    return f" ({Path(file).name}, line {lines[-1]})" if file and lines else ""
+    return f"{message} ({Path(file).name}, line {lines[-1]})" if file and lines else message
 
 
 def printable(text: str) -> str:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PREFIX = "builtin:"
 """Prefix of a built-in task or model where other sources may be named too."""
-ASSETS = Path(__file__).parents[2] / "assets"
+PACKAGE = Path(__file__).parents[2]
+ASSETS = PACKAGE / "assets"
 DEFAULT_TASK = "arithmetic"
 """Task of the default run."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -113,11 +114,7 @@ class Needs:
         return getattr(function, "__needs__", cls())
 
     def check(self, known: Sequence[str], label: str) -> None:
-        """Refuse a field that is set and does not count for this kind of function.
-
-        Raises:
-            ConfigError: its message begins with the label.
-        """
+        """Raise ConfigError, which begins with the label, for a field that has no meaning for such a function."""
         for one in fields(self):
             if one.name not in known and getattr(self, one.name) != one.default:
                 there = f"there are {', '.join(known)}" if known else "there is nothing to declare"
@@ -166,12 +163,7 @@ class Functions:
     @cached_property
     def names(self) -> list[str]:
         """Names of the built-in functions. The module is parsed, not imported: it may import torch, and the options."""
-        # find_spec of a submodule imports its parent packages, so only the top one is looked up.
-        package, *below = self.module.split(".")
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        file = Path(spec.submodule_search_locations[0]).joinpath(*below).with_suffix(".py")
+        file = PACKAGE.joinpath(*self.module.split(".")[1:]).with_suffix(".py")
         defined = ast.parse(file.read_text(encoding="utf-8")).body
         names = (item.name for item in defined if isinstance(item, ast.FunctionDef))
         return sorted(name for name in names if not name.startswith("_"))
@@ -189,11 +181,7 @@ class Functions:
         return AfterValidator(self.check)
 
     def check(self, name: str) -> str:
-        """Return the name if it is valid.
-
-        Raises:
-            ValueError: it is neither a built-in name nor a place.
-        """
+        """Return the name; raise ValueError if it is neither a built-in name nor a place."""
         if name in self.names or all(name.rpartition(":")[::2]):
             return name
         near = nearest(name, self.names)
@@ -204,11 +192,7 @@ class Functions:
         )
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return the function of that name.
-
-        Raises:
-            ConfigError: there is none, or its module or file cannot be loaded.
-        """
+        """Return the function of that name; raise ConfigError if there is none, or it cannot be loaded."""
         if name in self.names:
             return getattr(import_module(self.module), name)
         try:

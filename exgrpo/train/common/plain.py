@@ -1,9 +1,10 @@
-"""Parse untrusted JSON and YAML into plain values; YAML of a sane size and depth."""
+"""Parse JSON, lines of JSON and YAML that may be damaged; YAML of a sane size and depth."""
 
 import json
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -99,3 +100,35 @@ def _check_text(text: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(f"the text {shown(text)} holds a character that no file or program can take")
+
+
+class Line(NamedTuple):
+    """A non-empty line.
+
+    Attributes:
+        number: line number from 1, empty lines counted.
+        value: parsed value; None if it is not valid JSON.
+        problem: reason why it is invalid; empty if valid.
+    """
+
+    number: int
+    value: Any
+    problem: str = ""
+
+
+def parse_lines(lines: Iterable[str | bytes], parse: Callable[[str | bytes], Any] = parse_json) -> Iterator[Line]:
+    """Yield the parsed non-empty lines; `parse` raises ValueError for invalid ones."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield Line(number, parse(line))
+        except (ValueError, RecursionError) as error:
+            place = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else shown(error)
+            yield Line(number, None, f"not valid JSON: {place}")
+
+
+def read_log(path: Path) -> Iterator[Line]:
+    """Yield the lines of a file that a run appends to; damaged lines have a problem, and later ones are still read."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from parse_lines(file, json.loads)  # not `parse_json`: texts of models may contain lone surrogates

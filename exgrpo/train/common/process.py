@@ -192,11 +192,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_ancestor(ancestor: int) -> None:
-    """Kill this process, and those between it and an ancestor, when one of them is gone.
-
-    Args:
-        ancestor: process id of the parent, its parent, and so on; does nothing for any other process.
-    """
+    """Kill this process, and those between it and an ancestor, when one is gone; do nothing if it is no ancestor."""
     line = [os.getpid()]
     while line[-1] != ancestor:
         line.append(_parent(line[-1]))
@@ -212,11 +208,7 @@ def end_with_ancestor(ancestor: int) -> None:
 
 
 def end_group_with_parent(parent: int) -> None:
-    """Kill this process's group when the parent is gone.
-
-    Args:
-        parent: process id of the parent at the start; it may be gone already.
-    """
+    """Kill this process's group when the parent at the start, which may be gone already, is gone."""
     _watch([os.getpid(), parent], lambda: os.killpg(0, signal.SIGKILL))
 
 
@@ -232,15 +224,14 @@ def _watch(line: Sequence[int], end: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="watch over the parent", daemon=True).start()
 
 
+# Both return nothing of a process that is gone, or another user's.
 def _command(process: int) -> list[str]:
-    """Return the words of a process's command line; none if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).cmdline()
     return []
 
 
 def _parent(process: int) -> int:
-    """Return the parent of a process; 0 if unreadable."""
     with suppress(psutil.Error):
         return psutil.Process(process).ppid()
     return 0

@@ -206,7 +206,6 @@ class EngineCounts:
     asleep_seconds: float = 0.0
 
     def __add__(self, other: "EngineCounts") -> "EngineCounts":
-        """Add up the counts of two times."""
         return EngineCounts(*map(add, astuple(self), astuple(other)))
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import psutil
 
@@ -20,12 +19,7 @@ VARIABLE = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Threads:
-    """Threads of each process on this machine.
-
-    Attributes:
-        count: number of threads.
-        why: origin of the number, for messages.
-    """
+    """Number of threads of each process on this machine, and its origin for messages."""
 
     count: int
     why: str
@@ -34,83 +28,32 @@ class Threads:
         return f"{self.count} thread{'s' if self.count > 1 else ''} in each process: {self.why}"
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A process of the run on this machine.
-
-    Attributes:
-        pid: its process id; its child processes count as its own.
-        processors: numbers of the processors that it may use.
-    """
-
-    pid: int
-    processors: frozenset[int]
-
-    @classmethod
-    def here(cls) -> Self:
-        """Return this process."""
-        return cls(os.getpid(), frozenset(os.sched_getaffinity(0)))
-
-    def sharing(self, ranks: Sequence["Rank"]) -> int:
-        """Return the number of processes that may use processors of this one, itself included."""
-        return sum(bool(rank.processors & self.processors) for rank in ranks)
-
-
-def choose(asked: int | None, kept: int | None, ranks: Sequence[Rank]) -> Threads:
+def choose(asked: int | None, kept: int | None, ranks: Sequence[set[int]]) -> Threads:
     """Return the threads of a process.
 
     Args:
         asked: number set by an option; None: not set.
         kept: number of a resumed run with as many processes; None: no such run.
-        ranks: processes of the run on this machine, the one in question first.
+        ranks: processors that each process of the run on this machine may use, those of the one in question first.
     """
-    own, sharing = ranks[0], ranks[0].sharing(ranks)
+    sharing = sum(bool(ranks[0] & processors) for processors in ranks)
+    named = os.environ.get(VARIABLE, "").partition(",")[0].strip()
     if asked:
-        found = Threads(asked, "distributed.threads")
-    elif named := _named():
-        found = Threads(named, VARIABLE)
-    elif kept and kept * sharing <= len(own.processors):
+        count, why = asked, "distributed.threads"
+    elif named.isdecimal() and int(named):
+        count, why = int(named), VARIABLE
+    elif kept and kept * sharing <= len(ranks[0]):
         return Threads(kept, "as the run began, which keeps its results the same to the bit")
     else:
-        found = _free(own, sharing, int(look(ranks) + FELT))
-    if kept and kept != found.count:
-        why = f"{found.why}; the run began with {kept}, so the last bits of its results may differ"
-        return Threads(found.count, why)
-    return found
+        count, why = _free(ranks[0], sharing)
+    if kept and kept != count:
+        why = f"{why}; the run began with {kept}, so the last bits of its results may differ"
+    return Threads(count, why)
 
 
-def look(ranks: Sequence[Rank]) -> float:
-    """Return the number of the first rank's processors that other programs keep busy, measured for `LOOK` seconds."""
-    own = [process for rank in ranks for process in _family(rank.pid)]
-    before = _seconds(own)
-    loads = psutil.cpu_percent(LOOK, percpu=True)
-    busy = sum(loads[number] for number in ranks[0].processors if number < len(loads)) / 100
-    return max(0.0, busy - (_seconds(own) - before) / LOOK)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.Error):  # a killed rank is reported elsewhere
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
-
-
-def _seconds(processes: Sequence[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        with suppress(psutil.Error):
-            used = process.cpu_times()
-            total += used.user + used.system
-    return total
-
-
-def _named() -> int | None:
-    first = os.environ.get(VARIABLE, "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) else None
-
-
-def _free(own: Rank, sharing: int, busy: int) -> Threads:
-    allowed = len(own.processors)
+def _free(processors: set[int], sharing: int) -> tuple[int, str]:
+    allowed = len(processors)
+    busy = int(look(processors) + FELT)
     free, why = allowed - busy, f"{allowed} processor{'s' if allowed > 1 else ''}"
     if busy:
         why += f", of which others keep {busy} busy"
@@ -119,37 +62,25 @@ def _free(own: Rank, sharing: int, busy: int) -> Threads:
         free, why = int(limit), f"{why}, with a quota of {limit:g}"
     if sharing > 1:
         why += f", for {sharing} processes"
-    return Threads(max(1, free // sharing), f"{why} (--distributed.threads takes another number)")
+    return max(1, free // sharing), f"{why} (--distributed.threads takes another number)"
+
+
+def look(processors: set[int]) -> float:
+    """Return the number of these processors that programs keep busy, while the processes of the run wait."""
+    return sum(load for number, load in enumerate(psutil.cpu_percent(LOOK, percpu=True)) if number in processors) / 100
 
 
 def quota(mounted: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return the number of processors that the control groups of this process allow; None: no limit.
+    """Return the processors that the control group (version 2) of this process, and those above, allow; None: no limit.
 
-    Version 2 has the limit in `cpu.max`, version 1 in two files of `cpu`. A parent group's limit applies too.
-
-    Args:
-        mounted: mount point of the groups.
-        membership: file that lists this process's groups.
+    `mounted` is the mount point of the groups, `membership` the file that names this process's group.
     """
     limits = []
     with suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            root = mounted / controllers
-            # A container's own group is mounted at the root, whatever its path outside.
-            group = root / path.lstrip("/")
-            limits += [_limit(one) for one in (group, *group.parents) if one.is_relative_to(root)]
-    return min(filter(None, limits), default=None)
-
-
-def _limit(group: Path) -> float | None:
-    with suppress(OSError, ValueError):
-        if (group / "cpu.max").exists():
-            allowed, period = (group / "cpu.max").read_text().split()
-        else:
-            allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if float(allowed) > 0:  # "max" (not a number) and -1 mean no limit
-            return float(allowed) / float(period)
-    return None
+        path = membership.read_text().partition("0::/")[2].strip()
+        # A container's own group is mounted at the root, whatever its path outside.
+        for group in (mounted / path, *(mounted / path).parents):
+            with suppress(OSError):
+                allowed, period = (group / "cpu.max").read_text().split()
+                limits += [] if allowed == "max" else [int(allowed) / int(period)]
+    return min(limits, default=None)

@@ -23,11 +23,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def options_of(model: type[M], program: str, argv: Sequence[str]) -> M:
-    """Parse the options of a command line that has nothing else.
-
-    Raises:
-        ConfigError: an option is unknown, impossible or missing.
-    """
+    """Parse a command line of options alone; raise ConfigError if one is unknown, impossible or missing."""
     check_names(argv, model)
     with one_line(model, program):
         return tyro.cli(model, args=list(argv), prog=program, use_underscores=True)
@@ -40,11 +36,7 @@ def names(argv: Sequence[str]) -> list[str]:
 
 
 def check_names(argv: Sequence[str], *models: type[BaseModel]) -> None:
-    """Check that every option of a command line exists in one of the models.
-
-    Raises:
-        ConfigError: one does not; the message suggests a near one, or the options of a section.
-    """
+    """Raise ConfigError for an option that none of the models has; the message suggests others."""
     known = ["help", *(key for model in models for key in _options(model))]
     for name in names(argv):
         if of_section := [f"--{key}" for key in known if key.startswith(f"{name}.")]:

@@ -78,14 +78,7 @@ def check_upload(output: "OutputConfig") -> None:
 
 
 def upload(name: str, folders: Mapping[str, Path]) -> str:
-    """Upload folders of models into an existing repository.
-
-    Args:
-        name: OWNER/NAME of the repository.
-        folders: local folders by their paths in the repository; "." is its root.
-
-    Returns:
-        the URL of the repository.
+    """Upload folders of models, by their paths in it ("." is its root), into a repository OWNER/NAME; return its URL.
 
     Raises:
         OutputError: an upload failed; the message has the commands to repeat it.

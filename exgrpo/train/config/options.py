@@ -24,11 +24,18 @@ from exgrpo.train.common.limits import (
     MOST_ROWS,
     MOST_STEPS,
 )
-from exgrpo.train.config.evaluation import SAMPLED, TEST, EvaluationConfig, HeldOutSet
 from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
 from exgrpo.train.config.policy import DEFAULT_PASS, LoraConfig, OptimizerConfig, PolicyConfig
 from exgrpo.train.config.replay import ExperienceConfig
-from exgrpo.train.config.rollout import EnvironmentConfig, RolloutConfig, check_rollout
+from exgrpo.train.config.rollout import (
+    SAMPLED,
+    TEST,
+    EnvironmentConfig,
+    EvaluationConfig,
+    HeldOutSet,
+    RolloutConfig,
+    check_rollout,
+)
 from exgrpo.train.config.section import Folder, Section, Sources, Text
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs, settings_of
 
@@ -346,11 +353,7 @@ def held_out_sets(config: Config) -> dict[str, Asked]:
 
 
 def check_evaluation(config: Config) -> None:
-    """Check that options which depend on an evaluation's metric have one.
-
-    Raises:
-        ConfigError: a metric is missing.
-    """
+    """Raise ConfigError if an option depends on the metric of an evaluation, and there is none."""
     if config.evaluation.patience and not (config.checkpoint.best and config.evaluation.every):
         raise ConfigError(
             "evaluation.patience needs checkpoint.best, the number that has to improve, and evaluation.every"

@@ -25,10 +25,8 @@ IN_RECIPES = ("data.sources", "evaluation.sets")
 """Options that only recipes can set: command lines have no good syntax for them."""
 MOST_BASES = 100
 """Longest chain of `base` recipes; Python's recursion limit allows less than a thousand."""
-GONE = (("objective", "shift"),)
-"""Removed options without effect that checkpoints of earlier versions still contain."""
-RENAMED = {("output", "stories"): "tracked_questions"}
-"""New names of options that checkpoints of earlier versions contain, by section and old name."""
+RENAMED = {("output", "stories"): "tracked_questions", ("objective", "shift"): None}
+"""New names of options that checkpoints of earlier versions contain, by section and old name; None: without effect."""
 
 
 def validate(values: dict[str, Any], origin: str) -> Config:
@@ -42,7 +40,7 @@ def validate(values: dict[str, Any], origin: str) -> Config:
 def validate_stored(values: dict[str, Any], origin: str) -> Config:
     """Return the configuration of a checkpoint; raises as `validate`."""
     kept = {
-        name: {RENAMED.get((name, key), key): value for key, value in section.items() if (name, key) not in GONE}
+        name: {new: value for key, value in section.items() if (new := RENAMED.get((name, key), key))}
         if isinstance(section, dict)
         else section
         for name, section in values.items()

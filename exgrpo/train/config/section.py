@@ -5,7 +5,7 @@ Dotted keys: "experience.ratio" is the value `ratio` of the section `experience`
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,11 +50,6 @@ Folder = Annotated[Path, AfterValidator(lambda folder: Path(os.path.expanduser(f
 """Folder of results. Expand `~`: the shell does not do it in recipes and in --output.folder=~/runs."""
 
 
-def joined(names: Iterable[object]) -> str:
-    """Return the dotted key of a value, from the names of its sections and its own name."""
-    return ".".join(map(str, names))
-
-
 def flat(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
     """Return the values of a nested section by dotted key.
 
@@ -64,7 +59,7 @@ def flat(section: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in dict(section).items():
         if isinstance(value, kind):
-            values |= {joined((name, key)): inner for key, inner in flat(value).items()}
+            values |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
         else:
             values[str(name)] = value
     return values
@@ -76,22 +71,18 @@ def known_keys(model: type[BaseModel]) -> list[str]:
     for name, field in model.model_fields.items():
         keys.append(name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += [joined((name, key)) for key in known_keys(field.annotation)]
+            keys += [f"{name}.{key}" for key in known_keys(field.annotation)]
     return keys
 
 
 def explain(error: ValidationError, model: type[BaseModel], origin: str, section: str = "") -> str:
-    """Describe validation errors of a model or of one of its sections, suggesting near keys for unknown ones.
+    """Describe validation errors of a model, or of values that are all in one section of it, suggesting near keys.
 
-    Args:
-        error: the validation error.
-        model: model with the known keys.
-        origin: source of the values: a file, or "command line".
-        section: section of all values; empty: they are the whole model's.
+    `origin` opens the message: the file of the values, or "command line".
     """
     lines = []
     for problem in error.errors()[:SHOWN_PROBLEMS]:
-        key = cut(joined(part for part in (section, *problem["loc"]) if part != ""), SHOWN)
+        key = cut(".".join(str(part) for part in (section, *problem["loc"]) if part != ""), SHOWN)
         if problem["type"] == "extra_forbidden":
             near = nearest(key, known_keys(model))
             lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))

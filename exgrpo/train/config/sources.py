@@ -46,11 +46,7 @@ def names_of(source: str, options: Any) -> Mapping[str, str]:
 
 
 def check_sources(settings: Sequence[SourceConfig], sources: Collection[str]) -> None:
-    """Check that settings belong to existing sources, at most once each.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError for settings of a source that does not exist, or of one twice."""
     named = [one.source for one in settings]
     for source in named:
         if source not in sources:
@@ -87,22 +83,17 @@ def split_arguments(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def parameters(function: Callable[..., Any], own: Collection[str]) -> dict[str, Any]:
-    """Return the parameters of a function with their types, without those in `own`."""
+    """Return the parameters of a function or a dataclass with their types, without those in `own`."""
     found = inspect.signature(function, eval_str=True).parameters.values()
     named = [one for one in found if one.name not in own and one.kind is not one.VAR_KEYWORD]
     return {one.name: Any if one.annotation is one.empty else one.annotation for one in named}
 
 
 def checked(source: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the arguments of a source to the types of its parameters: a list to a tuple, an integer to a float.
-
-    Args:
-        source: name of the source, for messages.
-        given: arguments by name.
-        known: types by name.
+    """Convert arguments of a source to the types of its parameters: a list to a tuple, an integer to a float.
 
     Raises:
-        DataError: an argument is unknown or has another type.
+        DataError: an argument is unknown or has another type; the message names the source.
     """
     for name in given:
         if name not in known:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common import plain
 from exgrpo.train.common.errors import SHOWN, DataError, cut, os_errors_as, shown
 from exgrpo.train.common.functions import PREFIX, find_module, module_names
 from exgrpo.train.config.sources import checked, parameters, split_arguments
@@ -49,14 +49,30 @@ class _BadRow:
 def read_rows(
     source: str,
     *,
-    split: str,
-    limit: int | None,
-    seed: int,
+    split: str = "train",
+    limit: int | None = None,
+    seed: int = 0,
     columns: Columns = NO_COLUMNS,
     names: Mapping[str, str] | None = None,
     reward: str | None = None,
 ) -> list[Row]:
-    """Return all rows of `source` with these columns; arguments as in exgrpo.train.data.questions.load_questions."""
+    """Return all rows of a source.
+
+    Args:
+        source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME or
+            reasoning_gym:NAME, both with optional arguments after a "?", or the name of a hub data set, "name" or
+            "name:config". exgrpo.train.data.rows lists the row formats.
+        split: split of a hub, builtin or reasoning-gym data set; files are read whole.
+        limit: number of questions that a generator makes.
+        seed: seed of a generator.
+        columns: columns to keep.
+        names: column names of the question, answer or solution in a file or a hub data set.
+        reward: name of the reward of the questions; None: the one that the source brings, else the default.
+
+    Raises:
+        DataError: the source is empty, cannot be read or fetched, or has malformed rows (the message names files, rows
+            and causes).
+    """
     rows, name = _rows(source, split, limit, seed, ColumnSelection(columns, names or {})), reward or own_reward(source)
     return rows if name == DEFAULT else [replace(row, reward=name) for row in rows]
 
@@ -292,7 +308,7 @@ def _parsed(values: Iterable[Any], place: str, source: str, reading: ColumnSelec
 
 def _parsed_lines(text: str, path: Path, reading: ColumnSelection) -> Iterator[Row | _BadRow]:
     # Not splitlines(): JSON text may contain U+2028 and the like, which do not end a line of the file.
-    for line in jsonl.parsed(text.split("\n")):
+    for line in plain.parse_lines(text.split("\n")):
         place = f"{path} line {line.number}"
         yield _BadRow(place, line.problem) if line.problem else _row(line.value, place, path.stem, reading)
 

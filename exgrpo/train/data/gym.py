@@ -12,13 +12,10 @@ Process
     JSON on standard input, the reply the last line of the output.
 """
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
-import typing
-from collections.abc import Iterator
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any
 
 from exgrpo.train.common.errors import DataError, nearest, shown
 from exgrpo.train.common.seeds import derive_seed
-from exgrpo.train.config.sources import checked, split_arguments
+from exgrpo.train.config.sources import checked, parameters, split_arguments
 
 PREFIX = "reasoning_gym:"
 """Prefix of a source's name."""
@@ -92,14 +89,18 @@ def make(order: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the questions requested by `read_gym`, with their gold answers."""
     name, split, count = order["name"], order["split"], order["count"]
     kind, config = _data_set(name)
-    arguments = checked(name, order["arguments"], _parameters(config))
+    arguments = checked(name, order["arguments"], parameters(config, _OWN))
     try:
         data_set = kind(config=config(**arguments, seed=order["seed"], size=count * _DRAWS))
     except (AssertionError, TypeError, ValueError) as error:
         raise DataError(f"reasoning-gym refuses the arguments: {shown(error)}") from None
     found: dict[str, str] = {}
     idle = 0
-    for entry in _entries(data_set, count * _DRAWS):
+    for index in range(count * _DRAWS):
+        try:
+            entry = data_set[index]
+        except Exception as error:  # arguments that pass the package's own check
+            raise DataError(f"reasoning-gym fails: {type(error).__name__}: {shown(error)}") from None
         question, idle = entry["question"], idle + 1
         if question not in found and in_split(question, split):
             found[question] = _gold(name, arguments, entry)
@@ -114,17 +115,7 @@ def make(order: dict[str, Any]) -> list[tuple[str, str]]:
     )
 
 
-def _entries(data_set: Any, count: int) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        try:
-            entry = data_set[index]
-        except Exception as error:  # arguments that pass the package's own check
-            raise DataError(f"reasoning-gym fails: {type(error).__name__}: {shown(error)}") from None
-        yield entry
-
-
 def _data_set(name: str) -> tuple[Any, Any]:
-    """Return the class of a data set and the class of its configuration."""
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
@@ -134,16 +125,6 @@ def _data_set(name: str) -> tuple[Any, Any]:
             + (f"; did you mean {PREFIX}{near}?" if near else f"; it has {', '.join(sorted(DATASETS))}")
         )
     return DATASETS[name]
-
-
-def _parameters(config: Any) -> dict[str, Any]:
-    """Return the arguments of a configuration with their types."""
-    try:
-        types = typing.get_type_hints(config)
-    except Exception:  # unresolvable annotations are not checked
-        types = {}
-    names = [field.name for field in dataclasses.fields(config) if field.init and field.name not in _OWN]
-    return {name: types.get(name, Any) for name in names}
 
 
 def _gold(name: str, arguments: dict[str, Any], entry: dict[str, Any]) -> str:

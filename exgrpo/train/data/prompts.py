@@ -3,28 +3,15 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from exgrpo.train.common.errors import SHOWN, DataError, cut, shown
 from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data.rows import Message, Row
 
-
-class NamedPrompt(NamedTuple):
-    """A prompt with which other projects train.
-
-    Attributes:
-        text: the last user message, as `PromptFormat.prompt_format`.
-        system: the system message; None: none.
-    """
-
-    text: str
-    system: str | None = None
-
-
-PROMPTS = {
+PROMPTS: dict[str, tuple[str, str | None]] = {
     # SYSTEM_PROMPTS["default"] in reasoning_gym/utils.py
-    "reasoning_gym": NamedPrompt(
+    "reasoning_gym": (
         "{question}",
         "Given a problem, your task is to answer the question by thinking step-by-step in a clear and specific "
         "manner.\nOnce you have thought about the reasoning process, provide the answer in the following format:\n"
@@ -33,17 +20,17 @@ PROMPTS = {
         "provided, you should strictly follow the format of the output/answer in that example.\n",
     ),
     # examples/data_preprocess/gsm8k.py and math_dataset.py of verl
-    "verl_gsm8k": NamedPrompt("""{question} Let's think step by step and output the final answer after "####"."""),
-    "verl_math": NamedPrompt("{question} Let's think step by step and output the final answer within \\boxed{{}}."),
+    "verl_gsm8k": ("""{question} Let's think step by step and output the final answer after "####".""", None),
+    "verl_math": ("{question} Let's think step by step and output the final answer within \\boxed{{}}.", None),
     # recipes/DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo.yaml of open-r1
-    "open_r1": NamedPrompt(
+    "open_r1": (
         "{question}",
         "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think about the "
         "reasoning process as an internal monologue and then provide the user with the answer. Respond in the "
         "following format: <think>\n...\n</think>\n<answer>\n...\n</answer>",
     ),
 }
-"""Prompts by the names that data.prompt_format accepts in place of a text; verbatim from these projects."""
+"""User messages, as `PromptFormat.prompt_format`, and system messages of other projects, verbatim, by their names."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +56,7 @@ class PromptFormat:
 
     @classmethod
     def from_options(cls, options: object, prompt_format: str | None = None) -> Self:
-        """Return the format described by options with attributes of these names; raises DataError as `check` does.
-
-        Args:
-            options: object with the attributes.
-            prompt_format: replaces that of the options; None: no replacement.
-        """
+        """Return the format that options with these attributes describe, with `prompt_format` in place of theirs."""
         given = {field.name: getattr(options, field.name) for field in fields(cls)}
         return cls(**(given if prompt_format is None else {**given, "prompt_format": prompt_format}))._named()
 
@@ -85,22 +67,17 @@ class PromptFormat:
 
     def _named(self) -> Self:
         """Replace a named prompt by its texts; raises DataError if another system message is set."""
-        if (named := PROMPTS.get(self.prompt_format)) is None:
-            return self
-        if named.system is None:
-            return replace(self, prompt_format=named.text)
+        text, system = PROMPTS.get(self.prompt_format, (self.prompt_format, None))
+        if system is None:
+            return replace(self, prompt_format=text)
         if self.system_prompt is not None or self.keep_system:
             raise DataError(
                 f"prompt_format {self.prompt_format} brings a system message: leave system_prompt and keep_system out"
             )
-        return replace(self, prompt_format=named.text, system_prompt=named.system)
+        return replace(self, prompt_format=text, system_prompt=system)
 
     def check(self, tokenizer: Any) -> None:
-        """Check that these settings fit each other and the tokenizer.
-
-        Raises:
-            DataError: they do not; the message names the setting.
-        """
+        """Raise DataError, naming the setting, if these settings do not fit each other or the tokenizer."""
         self.check_settings()
         if self.chat and getattr(tokenizer, "chat_template", None) is None:
             raise DataError(
@@ -109,7 +86,7 @@ class PromptFormat:
             )
 
     def check_settings(self) -> None:
-        """Check that these settings fit each other; raises DataError as `check` does."""
+        """Raise DataError, naming the setting, if these settings do not fit each other."""
         if self.system_prompt is not None and self.keep_system:
             raise DataError("data.keep_system and data.system_prompt exclude each other: unset one")
         if not self.chat and (self.system_prompt is not None or self.keep_system):

@@ -16,10 +16,8 @@ from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.config.options import DataConfig
 from exgrpo.train.config.sources import settings_of
-from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.rows import Row
-from exgrpo.train.reward.contract import ALL_COLUMNS
 from exgrpo.train.reward.names import DEFAULT
 
 _BATCH = 1024
@@ -113,45 +111,6 @@ class NoPromptFitsError(DataError):
         self.left_out = left_out
 
 
-def load_questions(
-    source: str,
-    tokenizer: Any,
-    prompts: PromptFormat,
-    *,
-    split: str = "train",
-    limit: int | None = None,
-    seed: int = 0,
-    progress: bool = False,
-    names: Mapping[str, str] | None = None,
-    reward: str | None = None,
-    stop: tuple[str, ...] | None = None,
-) -> QuestionSet:
-    """Load questions and tokenise their prompts.
-
-    Args:
-        source: a .jsonl, .json, .parquet or .csv file, a pattern that matches several, builtin:NAME or
-            reasoning_gym:NAME, both with optional arguments after a "?", or the name of a hub data set, "name" or
-            "name:config". exgrpo.train.data.rows lists the row formats.
-        tokenizer: a transformers tokenizer.
-        prompts: conversion of questions to prompts.
-        split: split of a hub, builtin or reasoning-gym data set; files are read whole.
-        limit: take the first so many rows whose prompts fit. Required for generators: the number of questions.
-        seed: seed of generated problems.
-        progress: show a progress bar on a terminal.
-        names: column names of the question, answer or solution in a file or a hub data set.
-        reward: name of the reward of the questions; None: the one that the source brings, else the default.
-        stop: stop strings of their answers; None: those of the run.
-
-    Raises:
-        NoPromptFitsError: no prompt fits.
-        DataError: the options contradict each other or the tokenizer; the data set is empty, cannot be read or
-            fetched, or has malformed rows (the message names files, rows and causes).
-    """
-    prompts.check(tokenizer)
-    rows = read_rows(source, split=split, limit=limit, seed=seed, columns=ALL_COLUMNS, names=names, reward=reward)
-    return question_set(source, rows, tokenizer, prompts, limit=limit, progress=progress, stop=stop)
-
-
 def question_set(
     source: str,
     rows: Sequence[Row],
@@ -162,7 +121,21 @@ def question_set(
     progress: bool = False,
     stop: tuple[str, ...] | None = None,
 ) -> QuestionSet:
-    """Tokenise the prompts of rows; arguments as in `load_questions`, which also reads them."""
+    """Tokenise the prompts of rows.
+
+    Args:
+        source: name of their source, for messages.
+        rows: at least one row, as `exgrpo.train.data.files.read_rows` returns them.
+        tokenizer: a transformers tokenizer.
+        prompts: conversion of questions to prompts.
+        limit: take the first so many rows whose prompts fit.
+        progress: show a progress bar on a terminal.
+        stop: stop strings of their answers; None: those of the run.
+
+    Raises:
+        NoPromptFitsError: no prompt fits.
+        DataError: the options contradict each other or the tokenizer.
+    """
     prompts.check(tokenizer)
     questions: list[Question] = []
     left_out: list[Question] = []
@@ -170,8 +143,7 @@ def question_set(
     for row, prompt in _tokenised(rows, tokenizer, prompts, progress):
         among = questions if len(prompt) <= prompts.max_prompt_tokens else left_out
         shared = tuple(map(ids.setdefault, prompt, prompt))  # a separate int per token would take 32 bytes
-        question = Question(len(among), shared, row.text, row.gold, row.source, row.reward, row.columns, stop)
-        among.append(question)
+        among.append(Question(len(among), shared, row.text, row.gold, row.source, row.reward, row.columns, stop))
         if len(questions) == limit:
             break
     if not questions:
@@ -194,7 +166,7 @@ def joined_questions(
     limit: int | None,
     progress: bool = False,
 ) -> QuestionSet:
-    """Tokenise the rows of several sources, at least one non-empty, and join them; see `load_questions`."""
+    """Tokenise the rows of several sources, at least one non-empty, and join them."""
     return joined(
         [
             question_set(
@@ -245,7 +217,6 @@ def contradictions(questions: Iterable[Question]) -> str:
 def _tokenised(
     rows: Sequence[Row], tokenizer: Any, prompts: PromptFormat, progress: bool
 ) -> Iterator[tuple[Row, list[int]]]:
-    """Yield every row with its token ids, tokenising lazily in batches."""
     console = Console(stderr=True)
     shown = progress and console.is_terminal
     for start in track(range(0, len(rows), _BATCH), "Tokenising", console=console, transient=True, disable=not shown):

@@ -12,9 +12,11 @@ marks no answer are read as "": the row has no gold answer. Other columns are pa
 data.columns names the question, answer or solution columns of the second form if they are called otherwise.
 """
 
+import json
 import math
+import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -188,11 +190,7 @@ def _checked_row(
 
 
 def gold_text(value: Any, key: str) -> str:
-    """Return a gold answer as text, "" for null and NaN.
-
-    Args:
-        value: cell of the row.
-        key: its name in the error message.
+    """Return the gold answer in a cell as text, "" for null and NaN; `key` names the cell in messages.
 
     Raises:
         DataError: it is neither a text nor a finite number, nor a list of one of them.
@@ -233,3 +231,18 @@ def _kind(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return "null" if value is None else f"{type(value).__name__} {value!r:.40}"
+
+
+def first_places(keys: Iterable[Hashable], seen: set[Hashable]) -> list[int]:
+    """Return the positions of the first occurrence of each key not in `seen`, and add these keys to it."""
+    places = []
+    for place, key in enumerate(keys):
+        if key not in seen:
+            seen.add(key)
+            places.append(place)
+    return places
+
+
+def canonical(columns: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal columns of a row."""
+    return json.dumps(columns, sort_keys=True, default=lambda value: pickle.dumps(value).hex()) if columns else ""

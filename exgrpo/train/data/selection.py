@@ -1,20 +1,31 @@
 """Select the rows of a run's sources to train on: those with an earnable gold answer, one per question."""
 
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from rich.console import Console
+from rich.progress import track
+
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.config.options import Config, RewardConfig
 from exgrpo.train.config.sources import names_of, settings_of
-from exgrpo.train.data.distinct import canonical, first_places
 from exgrpo.train.data.files import own_reward, read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import Question
-from exgrpo.train.data.rows import REMEDY, Row
+from exgrpo.train.data.rows import REMEDY, Row, canonical, first_places
 from exgrpo.train.reward.contract import Columns
-from exgrpo.train.reward.golds import unearnable
-from exgrpo.train.reward.names import BUILTIN
+from exgrpo.train.reward.grading import AUTO, math_no_think, readable_gold
+from exgrpo.train.reward.names import BUILTIN, DEFAULT, decisive_part_of
+from exgrpo.train.reward.pool import Grader
+
+WRITTEN = {AUTO: "\\boxed{%s}", "boxed": "\\boxed{%s}", "tags": "<answer>%s</answer>", "line": "Answer: %s"}
+"""Response that states an answer verbatim, by `reward.form`; "hashes" holds digits only."""
+UNEARNED = f"{__name__}:unearned"
+
+_NUMBER = re.compile(r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?")
+_CHUNK = 512
 
 COUNTED_WRONG = "answers to them count as wrong"
 """Fate of unearnable held-out questions: they stay in the average, which is over all rows of the file."""
@@ -52,18 +63,9 @@ def read_sources(
     limit: int | None,
     seed: int,
 ) -> list[list[Row]]:
-    """Return the rows of each source.
+    """Return the rows of each source; `columns` returns the columns that a reward takes, by its name.
 
-    Args:
-        config: configuration of the run.
-        sources: names of the sources.
-        columns: returns the columns that a reward takes, by its name.
-        split: split of hub data sets and generators.
-        limit: number of questions that generators make.
-        seed: seed of generators.
-
-    Raises:
-        DataError: a source cannot be read.
+    The other arguments are those of `read_rows`, which raises DataError.
     """
     return [
         read_rows(
@@ -80,12 +82,7 @@ def read_sources(
 
 
 def select(config: Config, columns: Callable[[str], Columns], *, progress: bool = False) -> Selection:
-    """Read the sources to train on and select their rows.
-
-    Args:
-        config: configuration of the run.
-        columns: as in `read_sources`.
-        progress: show a progress bar on a terminal.
+    """Read the sources to train on and select their rows; `columns` as in `read_sources`.
 
     Raises:
         DataError: a source cannot be read, or no row of it is left.
@@ -113,17 +110,9 @@ def select(config: Config, columns: Callable[[str], Columns], *, progress: bool 
 def unearnable_pairs(
     questions: Iterable[Row | Question], options: RewardConfig, *, progress: bool = False
 ) -> set[tuple[str, str]]:
-    """Return the missing gold answers and those that a reward of this package can never match.
+    """Return pairs of a reward and a gold answer that is missing, or that this reward can never match.
 
     The user's rewards are not checked, since their comparison is unknown.
-
-    Args:
-        questions: rows or questions with gold answers.
-        options: options of the rewards.
-        progress: show a progress bar on a terminal.
-
-    Returns:
-        set[tuple[str, str]]: pairs of a reward and a gold answer.
     """
     pairs = {(one.reward, one.gold) for one in questions}
     judged = {pair for pair in pairs if pair[0] in BUILTIN}
@@ -131,13 +120,45 @@ def unearnable_pairs(
     return {pair for pair in pairs if not pair[1] or (pair in judged and pair[1] in lost)}
 
 
-def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, str]], fate: str) -> str:
-    """Return one line about gold answers that cannot be earned, quoting the first; "" if there are none.
+def unearnable(golds: Iterable[str], options: RewardConfig, *, progress: bool = False) -> set[str]:
+    """Return the gold answers for which `math` and `math_no_think` reward no response.
 
-    Args:
-        questions: rows or questions with gold answers.
-        pairs: as `unearnable_pairs` returns them.
-        fate: what happens to the questions, for the message.
+    The response tested repeats the gold answer letter by letter in the form of `reward.form`. Plain numbers can always
+    be earned; all others are tested in processes with the limits of grading. A gold answer that exceeds them counts as
+    earnable, since a timeout may differ between ranks, which must decide alike.
+    """
+    tried = {gold: _response(gold, options.form) for gold in dict.fromkeys(golds) if not _NUMBER.fullmatch(gold)}
+    found = {gold for gold, response in tried.items() if response is None}
+    pairs = [(response, gold) for gold, response in tried.items() if response is not None]
+    if not pairs:
+        return found
+    console = Console(stderr=True)
+    starts = range(0, len(pairs), _CHUNK)
+    with Grader.of([UNEARNED], options, parts={}, form=AUTO) as grader:
+        shown = progress and console.is_terminal
+        for start in track(starts, "Reading gold answers", console=console, transient=True, disable=not shown):
+            chunk = pairs[start : start + _CHUNK]
+            grades = grader.grade(chunk)
+            found |= {gold for (_, gold), reward in zip(chunk, grades.reward, strict=True) if reward}
+    return found
+
+
+def _response(gold: str, form: str) -> str | None:
+    """Return the graded part of a response that states `gold`; None if this form cannot express it."""
+    if form == "hashes":  # any number can be written in decimals, so a box is tested instead
+        return f"\\boxed{{{gold}}}" if re.search("[0-9]", gold) else None
+    return decisive_part_of(DEFAULT, form)(WRITTEN[form] % gold)
+
+
+def unearned(response: str, gold: str) -> float:
+    """Return 1.0 if `response` gets no reward of this package, else 0.0."""
+    return float(not (readable_gold(gold) and math_no_think(response, gold)))
+
+
+def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, str]], fate: str) -> str:
+    """Return one line about gold answers in `unearnable_pairs`, quoting the first; "" if there are none.
+
+    `fate` is what happens to their questions, for the message.
     """
     every = list(questions)
     found = [one for one in every if (one.reward, one.gold) in pairs]
@@ -150,12 +171,7 @@ def gold_note(questions: Iterable[Row | Question], pairs: Collection[tuple[str, 
 
 
 def overlap_note(train: Iterable[Row], held_out: Mapping[str, Iterable[Row]]) -> str:
-    """Return one line about training questions that are also held out; "" if there are none.
-
-    Args:
-        train: training rows, one for each question.
-        held_out: rows of the held-out questions, by the name of their set.
-    """
+    """Return one line about training questions that are also held out, by name of their set; "" if there are none."""
     texts = {name: set(map(_words, rows)) for name, rows in held_out.items()}
     found = [row for row in train if any(_words(row) in of_set for of_set in texts.values())]
     if not found:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from exgrpo.train.common import jsonl
+from exgrpo.train.common.plain import read_log
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 HUGE = 1e300
@@ -38,7 +38,7 @@ def read_records(path: Path) -> tuple[list[Record], list[int]]:
     Raises:
         OSError: the file cannot be read.
     """
-    found = {line.number: _record(line.value) for line in jsonl.read_log(path)}
+    found = {line.number: _record(line.value) for line in read_log(path)}
     records = [record for record in found.values() if record is not None]
     return records, [number for number, record in found.items() if record is None]
 

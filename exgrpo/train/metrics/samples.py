@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from exgrpo.train.common import jsonl
+from exgrpo.train.common.plain import read_log
 
 Writer = Literal["policy", "environment"]
 
@@ -108,7 +108,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         OSError: the file cannot be read.
     """
-    for line in jsonl.read_log(path):
+    for line in read_log(path):
         sample = _sample(line.value)
         if sample is not None:
             yield sample

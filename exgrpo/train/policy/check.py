@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from exgrpo.train.common.distributed import ALONE, World, agree
 from exgrpo.train.common.errors import ConfigError, ModelError, shown
-from exgrpo.train.config.pretrained import to_arguments
+from exgrpo.train.config.policy import to_arguments
 from exgrpo.train.policy.source import ModelSource
 
 Header = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from exgrpo.train.common.errors import SHOWN, ConfigError, ModelError, cut, shown
 from exgrpo.train.common.limits import MOST_LAYERS
-from exgrpo.train.config.pretrained import located
+from exgrpo.train.config.policy import located
 
 CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The classes of transformers that predict the next token."""

@@ -22,9 +22,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from exgrpo.train.reward.formulas import is_inequality
-from exgrpo.train.reward.notation import Decimal, Written
-from exgrpo.train.reward.units import canonical, measure
+from exgrpo.train.reward.notation import Decimal, Written, is_inequality
+from exgrpo.train.reward.pieces import canonical, measure
 
 _CAP = Fraction(1, 1000)
 _FLOAT = Fraction(1, 2**52)

@@ -73,7 +73,6 @@ def elsewhere(config: RewardConfig, answers: Sequence[Graded], world: World) -> 
 
 
 def _grades(answers: Sequence[tuple[str, str, str]], config: RewardConfig, form: str) -> Grades:
-    """Grade answers (response, gold, reward)."""
     rewards = list(dict.fromkeys(reward for *_, reward in answers))
     if not rewards:
         return Grades((), 0, 0, ())

@@ -204,7 +204,6 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _joins(between: str) -> bool:
-    """Return True if the text between two boxes joins them into one answer, as LaTeX spaces, "and" and "or" do."""
     return len(between) <= _BETWEEN and _JOINED.fullmatch(_MARKUP.sub(" ", between)) is not None
 
 

@@ -13,12 +13,11 @@ returns a text, the canonical form of the solution: answers that differ only in 
 no key.
 """
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from exgrpo.train.common.errors import RewardError, shown
+from exgrpo.train.common.errors import RewardError, nearest, shown
 from exgrpo.train.common.functions import load_function, load_place
 from exgrpo.train.reward.contract import contract_of
 from exgrpo.train.reward.grading import AUTO, FORMS, math_no_think_part, math_part
@@ -70,9 +69,7 @@ def beside(name: str, kind: Kind) -> str | None:
 def decisive_part_of(name: str, form: str = AUTO) -> Callable[[str], str | None]:
     """Return the function that extracts the part of a response on which its grade depends; None: the grade is 0.
 
-    Args:
-        name: name of the reward.
-        form: a name in `grading.FORMS`: only an answer in this form counts. A user's reward gets the whole response.
+    With a `form` of `grading.FORMS`, only an answer in this form counts; a user's reward gets the whole response.
     """
     part: Callable[[str], str | None] = BUILTIN.get(name, lambda response: response)
     if form == AUTO or is_own(name):
@@ -95,8 +92,8 @@ def _place(name: str) -> str:
     if name in BUILTIN:
         return f"exgrpo.train.reward.grading:{name}"
     if not all(name.rpartition(":")[::2]):
-        near = difflib.get_close_matches(name, BUILTIN, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        near = nearest(name, BUILTIN)
+        hint = f"; did you mean {near!r}?" if near else "."
         raise RewardError(
             f"unknown reward {shown(name)}{hint} Known: {', '.join(BUILTIN)}, 'package.module:function' and "
             "'path/to/file.py:function'"

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool import process as of_pebble
@@ -181,15 +181,9 @@ class Grader:
         limit = self._bounds.time_limit
         return f"it took longer than reward.time_limit ({limit:g} s)" if outcome.timed_out else outcome.error
 
-    def check(
-        self,
-        rewards: Sequence[str],
-        tasks: Sequence[Task | None],
-        outcomes: Sequence[Outcome],
-        questions: Sequence[str],
-    ) -> None:
+    def check(self, answers: Sequence["_Answer"], outcomes: Sequence[Outcome]) -> None:
         """Raise RewardError for values that are no reward or no key, and for inconsistent parts."""
-        for reward, task, outcome, question in zip(rewards, tasks, outcomes, questions, strict=True):
+        for (reward, question, task), outcome in zip(answers, outcomes, strict=True):
             if misuse := outcome.misuse or self._other_parts(reward, outcome):
                 returned, rule = misuse
                 answer = f". The answer ends: {task.response[-SHOWN:]!r}" if task else ""
@@ -246,6 +240,12 @@ class Grader:
         return pool
 
 
+class _Answer(NamedTuple):
+    reward: str
+    question: str
+    task: Task | None  # None: nothing in it decides its grade, which is 0
+
+
 class Grading:
     """Answers that are graded while more arrive; see `Grader.begin`.
 
@@ -258,9 +258,7 @@ class Grading:
         self._rewards = rewards
         self._default = default
         self._decisive_part = {name: decisive_part_of(name, form) for name in rewards}
-        self._tasks: list[Task | None] = []
-        self._names: list[str] = []
-        self._questions: list[str] = []
+        self._answers: list[_Answer] = []
         self._waiting: dict[str, list[Task]] = {}
         """Answers by reward that wait for a full batch."""
         self._known: set[Task] = set()
@@ -283,9 +281,7 @@ class Grading:
         question = gold if question is None else question
         part = self._decisive_part[name](response)
         task = None if part is None else Task(self._rewards[name], part, gold, self._taken(name, columns, question))
-        self._tasks.append(task)
-        self._names.append(self._rewards[name])
-        self._questions.append(question)
+        self._answers.append(_Answer(self._rewards[name], question, task))
         if task is not None and task not in self._known:
             self._known.add(task)
             waiting = self._waiting.setdefault(task.reward, [])
@@ -324,8 +320,8 @@ class Grading:
         done: dict[Task, Outcome] = {}
         for call in self._scheduled:
             done.update(zip(call, self._outcomes(call), strict=True))
-        results = [Outcome() if task is None else done[task] for task in self._tasks]
-        self._grader.check(self._names, self._tasks, results, self._questions)
+        results = [Outcome() if one.task is None else done[one.task] for one in self._answers]
+        self._grader.check(self._answers, results)
         return Grades(
             reward=tuple(outcome.reward for outcome in results),
             timed_out=sum(outcome.timed_out for outcome in results),
@@ -333,8 +329,8 @@ class Grading:
             key=tuple(outcome.key for outcome in results),
             parts=tuple(outcome.parts for outcome in results) if any(outcome.parts for outcome in results) else (),
             failures=by_kind(
-                Failure(task.reward, cause, question, task.gold, task.response)
-                for task, outcome, question in zip(self._tasks, results, self._questions, strict=True)
+                Failure(reward, cause, question, task.gold, task.response)
+                for (reward, question, task), outcome in zip(self._answers, results, strict=True)
                 if task is not None and (cause := self._grader.cause(outcome))
             ),
         )

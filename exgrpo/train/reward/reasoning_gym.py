@@ -19,9 +19,7 @@ with needs(__name__, "exgrpo[tasks]"):
 def reward(response: str, gold: str) -> float:
     """Return the score of the verifier of the question's data set: 1 for a right answer; some give partial credit.
 
-    Args:
-        response: the model's response.
-        gold: gold answer in the format of exgrpo.train.data.gym.
+    `gold` is in the format of exgrpo.train.data.gym.
     """
     kept = json.loads(gold)
     data_set = _data_set(kept["data_set"], json.dumps(kept["arguments"]))

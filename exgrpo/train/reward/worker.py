@@ -68,8 +68,6 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A reward with its key function and the file of its module."""
-
     function: Reward
     key: Key | None
     contract: Contract

@@ -12,12 +12,12 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from exgrpo.train.checkpoint.listing import DELETED, UNFINISHED
 from exgrpo.train.common.distributed import agree
-from exgrpo.train.common.durable import flush_folder, flush_tree
+from exgrpo.train.common.durable import flush, flush_tree
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.hub import installed
 from exgrpo.train.config.options import Config, held_out_sets
-from exgrpo.train.config.pretrained import on_hub
+from exgrpo.train.config.policy import on_hub
+from exgrpo.train.config.rollout import TEST
 from exgrpo.train.data.files import SUFFIXES, from_hub
 from exgrpo.train.metrics.run_log import GO_ON
 from exgrpo.train.policy.policy import Policy
@@ -61,7 +61,7 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -
                 if folder.exists():
                     folder.replace(before)
                 work.replace(folder)
-                flush_folder(folder.parent)
+                flush(folder.parent)
                 shutil.rmtree(before, ignore_errors=True)
 
     agree(policy.world, write)

@@ -17,7 +17,7 @@ from exgrpo.train.common.functions import Needs
 from exgrpo.train.config.hub import check_upload, offline_reason
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, check_evaluation, held_out_sets
-from exgrpo.train.config.pretrained import on_hub
+from exgrpo.train.config.policy import on_hub
 from exgrpo.train.config.sources import check_sources
 from exgrpo.train.data.files import HELD_OUT_SEED, from_hub
 from exgrpo.train.data.prompts import PromptFormat

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from exgrpo.train.common import jsonl, plain
+from exgrpo.train.common import plain
 from exgrpo.train.common.columns import COLUMNS, EARLIER, Column, renamed
 from exgrpo.train.common.errors import DataError, os_errors_as, shown
 from exgrpo.train.common.records import AllowedTokens, LogProbSource
@@ -285,7 +285,7 @@ def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str
                 raise DataError(f"{path}: not valid JSON: {shown(error)}") from None
             yield from ((f"{path} row {number}", value) for number, value in enumerate(values, start=1))
             return
-        for line in jsonl.parsed(file):
+        for line in plain.parse_lines(file):
             yield f"{path} line {line.number}", DataError(line.problem) if line.problem else line.value
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.evaluation import TEST
 from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
+from exgrpo.train.config.rollout import TEST
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.rollout.answers import RolloutWorker

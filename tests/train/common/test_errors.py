@@ -17,8 +17,7 @@ from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, OutputError, os_errors_as
 from exgrpo.train.config.recipe import read_recipe
-from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import load_questions
+from exgrpo.train.data.files import read_rows
 from exgrpo.train.metrics.report import page
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.reward.names import resolve_reward
@@ -114,7 +113,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     path.write_text("{}")
     monkeypatch.setattr(Path, "open", fail_with(PermissionError(13, "Permission denied")))
     with pytest.raises(DataError, match=r"/mine.jsonl cannot be read: Permission denied$"):
-        load_questions(str(path), None, PromptFormat(chat=False, max_prompt_tokens=1))
+        read_rows(str(path))
     with pytest.raises(ConfigError, match=r"/mine.jsonl cannot be read: Permission denied$"):
         read_recipe(path)
 
@@ -124,7 +123,7 @@ def test_a_folder_that_may_not_be_looked_into_is_named(monkeypatch):
     with pytest.raises(errors.ModelError, match=r"^policy.path: '/closed' cannot be read: Permission denied$"):
         find_model("/closed")
     with pytest.raises(DataError, match=r"^/closed.jsonl cannot be read: Permission denied$"):
-        load_questions("/closed.jsonl", None, PromptFormat(chat=False, max_prompt_tokens=1))
+        read_rows("/closed.jsonl")
     with pytest.raises(errors.RewardError, match=r"/closed.py cannot be read: Permission denied$"):
         resolve_reward("/closed.py:f")
 

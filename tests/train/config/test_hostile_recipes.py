@@ -13,7 +13,7 @@ from exgrpo.train.common.errors import ConfigError, cut, shown
 from exgrpo.train.common.limits import MOST_ANSWERS
 from exgrpo.train.common.plain import parse_yaml
 from exgrpo.train.config.options import Config
-from exgrpo.train.config.pretrained import from_arguments
+from exgrpo.train.config.policy import from_arguments
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe, parse_args, to_yaml, validate
 from exgrpo.train.config.section import flat, known_keys
 from exgrpo.train.data.prompts import PromptFormat

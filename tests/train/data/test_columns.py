@@ -14,11 +14,12 @@ from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import contradictions, load_questions, question_set
+from exgrpo.train.data.questions import contradictions, question_set
 from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
 from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
+from tests.train.data.test_questions import load as questions_of
 
 ROWS = [{"problem": f"p{i}", "answer": str(i), "level": i, "huge": "x" * 100} for i in range(3)]
 TAKEN = Columns(("question", "level"), ("bonus",), taker="reward 'mine.py:score'")
@@ -44,7 +45,7 @@ def test_rows_keep_the_columns_that_are_taken(tmp_path, suffix):
     prompts = PromptFormat(max_prompt_tokens=100)
     assert [q.columns for q in question_set(path, found, TOKENIZER, prompts)] == [row.columns for row in found]
     assert all(row.columns == {} for row in read_rows(path, split="train", limit=None, seed=0))
-    (whole, *_) = load_questions(path, TOKENIZER, prompts)
+    (whole, *_) = questions_of(path, TOKENIZER, max_prompt_tokens=100)
     assert whole.columns.keys() == {*ROWS[0], "question"}
 
 
@@ -150,7 +151,7 @@ def test_a_question_with_two_answers_is_told_once(tmp_path):
     rows = [("[b]1 + 1?", "2"), ("other", "5"), ("[b]1 + 1?", "3"), ("other", "6"), ("[b]1 + 1?", "4")]
     rows += [("same", "1"), ("same", "1")]
     path = write(tmp_path, "jsonl", [{"question": question, "answer": answer} for question, answer in rows])
-    loaded = load_questions(path, TOKENIZER, PromptFormat(max_prompt_tokens=100))
+    loaded = questions_of(path, TOKENIZER, max_prompt_tokens=100)
     said = contradictions(loaded)
     assert said.startswith(
         "2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2' and"

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from exgrpo.train.common.errors import DataError
+from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PROMPTS, PromptFormat
-from exgrpo.train.data.questions import Question, QuestionSet, load_questions
+from exgrpo.train.data.questions import Question, QuestionSet, question_set
+from exgrpo.train.reward.contract import ALL_COLUMNS
 from tests.train.configs import configured
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -57,7 +59,9 @@ PAPER_ROW = {
 def load(source, tokenizer, **options):
     """The questions of a source; options of the prompts' format are told from the others by their names."""
     of_format = {field.name: options.pop(field.name) for field in fields(PromptFormat) if field.name in options}
-    return load_questions(source, tokenizer, PromptFormat(**of_format), **options)
+    reading = {name: options.pop(name) for name in ("split", "seed") if name in options}
+    rows = read_rows(source, **reading, limit=options.get("limit"), columns=ALL_COLUMNS)
+    return question_set(source, rows, tokenizer, PromptFormat(**of_format), **options)
 
 
 def write_lines(path, rows):

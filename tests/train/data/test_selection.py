@@ -9,7 +9,7 @@ import pytest
 
 from exgrpo.tools import dry_run
 from exgrpo.train.common.errors import DataError
-from exgrpo.train.data.distinct import canonical
+from exgrpo.train.data.rows import canonical
 from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 

@@ -16,7 +16,7 @@ from exgrpo.train.config.sources import settings_of, split_arguments
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
-from exgrpo.train.data.questions import Question, QuestionSet, joined, load_questions, question_set
+from exgrpo.train.data.questions import Question, QuestionSet, joined, question_set
 from exgrpo.train.data.selection import read_sources, reward_name
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.names import DEFAULT
@@ -133,7 +133,6 @@ def test_questions_have_the_reward_of_their_rows():
     rows = read_rows("builtin:arithmetic", split="test", limit=2, seed=0)
     prompts = PromptFormat(max_prompt_tokens=100)
     assert {q.reward for q in question_set("x", rows, TOKENIZER, prompts)} == {"math"}
-    assert {q.reward for q in load_questions("builtin:arithmetic", TOKENIZER, prompts, limit=2)} == {"math"}
 
 
 @pytest.mark.parametrize(

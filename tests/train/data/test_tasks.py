@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.functions import ASSETS, find_module, model_names, module_names
 from exgrpo.train.config.recipe import load_recipe
-from exgrpo.train.data import generation
+from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS
 from exgrpo.train.reward.names import resolve_reward
 
@@ -71,7 +71,7 @@ def test_an_unknown_difficulty_is_a_clear_error(task, difficulty):
 
 
 def test_too_many_problems_is_a_clear_error(task, monkeypatch):
-    monkeypatch.setattr(generation, "DRAWS_PER_PROBLEM", 1)
+    monkeypatch.setattr(tasks, "DRAWS_PER_PROBLEM", 1)
     with pytest.raises(DataError, match="the test split has too few different problems for a count of 500: ask for"):
         task.generate("test", 500, 0)
 

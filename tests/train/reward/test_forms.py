@@ -165,4 +165,4 @@ def test_the_reward_of_reasoning_gym_reads_tags_first():
 
 def test_the_prompt_of_reasoning_gym_is_its_own():
     gym = pytest.importorskip("reasoning_gym.utils", reason="the extra `tasks` is not installed")
-    assert PROMPTS["reasoning_gym"].system == gym.SYSTEM_PROMPTS["default"]
+    assert PROMPTS["reasoning_gym"] == ("{question}", gym.SYSTEM_PROMPTS["default"])

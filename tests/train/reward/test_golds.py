@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.config.options import RewardConfig
-from exgrpo.train.reward import golds
-from exgrpo.train.reward.golds import unearnable
+from exgrpo.train.data import selection
+from exgrpo.train.data.selection import unearnable
 from exgrpo.train.reward.pool import Grader, Grades
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -63,7 +63,7 @@ def test_numbers_start_no_process_and_equal_answers_are_tried_once(monkeypatch):
             tried.extend(pairs)
             return Grades((0.0,) * len(pairs), timed_out=len(pairs), failed=0, key=(0,) * len(pairs))
 
-    monkeypatch.setattr(golds, "Grader", Counting)
+    monkeypatch.setattr(selection, "Grader", Counting)
     assert unearnable(map(str, range(-5000, 5000)), RewardConfig()) == set()
     assert not tried
     assert unearnable(["x"] * 1000 + ["y"] * 600, RewardConfig()) == set()  # what takes too long may be earned

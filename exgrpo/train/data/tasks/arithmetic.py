@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.data.generation import Split, check_difficulty, different_problems, split_of_key
+from exgrpo.train.data.tasks import Split, check_difficulty, different_problems
 
 REWARD = "math"
 """Reward of the task's answers: it grades what follows the thinking."""
@@ -66,11 +66,6 @@ def generate(split: Split, count: int, seed: int, *, difficulty: int = DEFAULT_D
         return ArithmeticProblem(question, str(evaluate(expression)), expression, level)
 
     return different_problems(draw, lambda problem: _canonical(problem.expression), split, count, seed)
-
-
-def split_of(expression: str) -> Split:
-    """Return the split that the expression belongs to."""
-    return split_of_key(_canonical(expression))
 
 
 def evaluate(expression: str) -> int:
@@ -174,7 +169,6 @@ def _digits(number: int, width: int = 0) -> list[int]:
 
 
 def _number(rng: random.Random, *lengths: int) -> int:
-    """Return a random number with one of these numbers of digits."""
     length = rng.choice(lengths)
     return rng.randrange(10 ** (length - 1), 10**length)
 

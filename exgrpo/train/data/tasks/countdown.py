@@ -18,7 +18,7 @@ from fractions import Fraction
 from exgrpo.train.common.errors import DataError, shown
 from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.expressions import Node, combine, key_of, parse, write
-from exgrpo.train.data.generation import Split, check_difficulty, different_problems
+from exgrpo.train.data.tasks import Split, check_difficulty, different_problems
 from exgrpo.train.reward.grading import own_answer
 
 MODEL_FOLDER = ASSETS / "countdown"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from exgrpo.train.common.errors import SHOWN, ConfigError, cut, shown
 from exgrpo.train.common.limits import MOST_PROCESSES
-from exgrpo.train.config.pretrained import to_arguments
+from exgrpo.train.config.policy import to_arguments
 from exgrpo.train.config.section import explain
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import EngineSettings, Sampling
