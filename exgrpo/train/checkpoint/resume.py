@@ -80,12 +80,7 @@ def _unfinished(config: Config) -> list[Path]:
 
 
 def begun_anew(config: Config, folder: Path | str) -> str:
-    """Return a sentence on why `auto` found no run to resume, with the differences to the nearest one.
-
-    Args:
-        config: requested configuration.
-        folder: folder of the new run.
-    """
+    """Return a sentence on why `auto` found no run to resume, with the differences to the nearest one."""
     root, name = config.output.folder, config.output.name
     others = [] if name else _unfinished(config)
     if not others:
@@ -178,11 +173,7 @@ def _short(changes: list[str]) -> str:
 
 
 def is_unsaved(run: Path) -> bool:
-    """True if a folder is that of an unfinished run without any checkpoint, complete or damaged.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """True if a folder is that of an unfinished run without any checkpoint, complete or damaged; raise ConfigError."""
     with os_errors_as(ConfigError, f"{run} cannot be read"):
         if not run.is_dir() or (run / FINISHED).exists():
             return False
@@ -194,11 +185,7 @@ def is_unsaved(run: Path) -> bool:
 
 
 def set_aside(run: Path) -> None:
-    """Rename the folder of a run without a checkpoint, to keep its files.
-
-    Raises:
-        ConfigError: another process uses it, or it cannot be renamed.
-    """
+    """Rename the folder of a run without a checkpoint, to keep its files; raise ConfigError if it is in use."""
     with claim(run), os_errors_as(ConfigError, f"{run} cannot be renamed"):
         names = (run.with_name(f"{run.name}.unsaved{number}") for number in count(1))
         aside = next(name for name in names if not name.exists())

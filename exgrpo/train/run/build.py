@@ -25,7 +25,6 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
-from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
@@ -39,34 +38,16 @@ from exgrpo.train.trainer import Trainer
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Model, questions and grader of a run.
-
-    Attributes:
-        pretrained: the model with its tokenizer.
-        train_set: training questions.
-        held_out: held-out questions, by the name of their set.
-        grader: grades answers.
-        counted, notes: as in `StartupResult`.
-    """
+    """Model and tokenized questions of a run, held-out ones by set, and the result of its startup checks."""
 
     pretrained: Pretrained
     train_set: QuestionSet
     held_out: dict[str, QuestionSet]
-    grader: Grader
-    counted: str = ""
-    notes: tuple[str, ...] = ()
+    startup: StartupResult
 
 
 def read_inputs(config: Config, startup: StartupResult) -> Inputs:
-    """Find the model and tokenize the questions.
-
-    Args:
-        config: configuration of the run.
-        startup: result of the startup checks.
-
-    Raises:
-        ExgrpoError: the model or its tokenizer cannot be used, or does not fit the questions.
-    """
+    """Find the model and tokenize the questions; raise ExgrpoError if they cannot be used together."""
     pretrained = load_pretrained(config.policy.path, config.policy.overrides, config.lora.path)
     data = config.data
 
@@ -79,7 +60,7 @@ def read_inputs(config: Config, startup: StartupResult) -> Inputs:
     for questions in (train, *held_out.values()):
         check_prompts(pretrained, questions)
     check_best(config, held_out)
-    return Inputs(pretrained, train, held_out, startup.grader, startup.counted, startup.notes)
+    return Inputs(pretrained, train, held_out, startup)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +83,7 @@ class Parts:
 
 
 def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
-    """Build the parts of a run; a collective call.
-
-    Args:
-        config: configuration of the run.
-        inputs: model, questions and grader.
-        world: the ranks.
-        resources: exit stack that closes what is opened.
-        resume: folder of the run to resume; None: make a new one.
+    """Build the parts of a run in the folder to resume or in a new one; a collective call.
 
     Raises:
         ExgrpoError: the inputs or the machine do not fit the configuration.
@@ -147,7 +121,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         policy.end_with(pretrained.ends(config.common_stop))
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
-    rollout_worker = RolloutWorker(engine, inputs.grader, pretrained.tokenizer.decode, world, conversations)
+    rollout_worker = RolloutWorker(engine, inputs.startup.grader, pretrained.tokenizer.decode, world, conversations)
     trainer = Trainer(config, inputs.train_set, policy, rollout_worker, reference)
     checkpoints = Checkpoints(
         folder,
@@ -161,11 +135,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
 
 
 def check_alike(inputs: Inputs, world: World) -> None:
-    """Check that all ranks have the same questions: otherwise their decisions would differ.
-
-    Raises:
-        DataError: on every rank, if they differ.
-    """
+    """Raise DataError on every rank unless all have the same questions: otherwise their decisions would differ."""
     sets = {"data.train": inputs.train_set, **inputs.held_out}
     found = world.gather({name: questions.fingerprint for name, questions in sets.items()})
     if differing := [name for name in found[0] if len({of_rank.get(name) for of_rank in found}) > 1]:
@@ -195,11 +165,7 @@ def check_head(source: ModelSource) -> None:
 
 
 def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None:
-    """Select one kernel backend for all ranks that passes its self-test on each of them.
-
-    Raises:
-        ConfigError: on every rank, if a requested backend fails on one.
-    """
+    """Select one backend that passes its self-test on all ranks; raise ConfigError if a requested one fails on one."""
 
     def find() -> dict[str, str]:
         try:
@@ -212,7 +178,6 @@ def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None
 
 
 def _make_folder(config: Config, world: World) -> Path:
-    """Make the folder of a new run on rank 0 and return it."""
     name = config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = world.gather(config.output.folder / name)[0]
 

@@ -37,13 +37,7 @@ PROBE_QUESTIONS, PROBE_TOKENS = 4, 32
 
 
 def run(config: Config, startup: StartupResult, resources: ExitStack, resume: Path | None = None) -> None:
-    """Set a run up and train.
-
-    Args:
-        config: configuration of the run.
-        startup: result of the startup checks.
-        resources: exit stack that closes what the run opens.
-        resume: folder of the run to resume; None: a new run.
+    """Set up a run, a new one or the one whose folder is to be resumed, and train.
 
     Raises:
         ExgrpoError: the inputs or the machine do not fit the configuration, or the run fails.
@@ -69,11 +63,6 @@ def _kept(resume: Path | None) -> dict[str, int] | None:
 
 class Run:
     """A run that is set up and checked.
-
-    Args:
-        config, resources, resume: as in `run`.
-        inputs: model, questions and grader.
-        world: the ranks.
 
     Attributes:
         step: last finished training step.
@@ -183,11 +172,7 @@ class Run:
         self._conclude()
 
     def _take_down(self, result: StepResult, display: Display) -> None:
-        """Record and print a step with its warnings.
-
-        Raises:
-            HaltError: grading or updates have failed for too many steps in a row.
-        """
+        """Record and print a step with its warnings; raise HaltError after too many failed steps in a row."""
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
         if check_every and self.step % check_every == 0:
@@ -206,7 +191,6 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the model and the report, and upload the models if requested."""
         config, folder = self.config, self.folder
         if config.output.save_model:
             self._write_model(folder / MODEL)
@@ -231,7 +215,7 @@ class Run:
         return f"{done}. To go on after step {found[0].step}: {command_to_go_on(self.folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
-        config, questions, world = self.config, self.inputs.train_set, self.world
+        config, questions, world, startup = self.config, self.inputs.train_set, self.world, self.inputs.startup
         reason = self.rollout_worker.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {len(questions.left_out)} over-long prompts dropped" if questions.left_out else ""
@@ -239,7 +223,7 @@ class Run:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {world.size} x {world.device.type}, "
-            f"{self.inputs.counted}{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
+            f"{startup.counted}{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {self.parts.choice}{repeats}\n"
             + "".join(f"{line}\n" for line in (self.parts.memory, world.threads) if line)
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
@@ -248,7 +232,7 @@ class Run:
         )
         if world.is_main:
             both = contradictions(chain(questions, *self.inputs.held_out.values()))
-            for note in filter(None, (*self.inputs.notes, both)):
+            for note in filter(None, (*startup.notes, both)):
                 say(note)
         if self.started:
             say(str(self.started))

@@ -47,8 +47,6 @@ def gpu_memory(config: Config, shape: ModelShape, gpus: int, device: str = "cuda
     """Return every allocation of a rank on its GPU, in bytes.
 
     Args:
-        config: configuration of the run.
-        shape: shape of the model.
         gpus: number of GPUs, with one rank each.
         device: type of device: "cuda", or "cpu" for processes that share a CPU.
     """
@@ -103,7 +101,6 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
 
 
 def _reference(config: Config, model: float, adapters: float) -> float:
-    """Return the bytes of the reference for a divergence: a model, or a copy of the initial adapters."""
     if not config.objective.compared:
         return 0
     return adapters if config.lora.rank else model
@@ -125,8 +122,8 @@ def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[
     # The kernel adds the head's gradient directly to that of its fp32 master.
     added = gpus == 1 and config.policy.dtype == "bf16" and not config.lora.rank
     added = added and not config.distributed.offload_optimizer
-    frozen = frozen_head(config) or added
-    head = shape.head_bytes(item, tokens, device, frozen=frozen, memory=config.policy.kernel_memory)
+    frozen = config.lora.rank > 0 and not config.lora.head
+    head = shape.head_bytes(item, tokens, device, frozen=frozen or added, memory=config.policy.kernel_memory)
     return (
         MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
@@ -144,11 +141,6 @@ def _packed(config: Config, shape: ModelShape) -> float:
     answer = min(config.rollout.max_tokens, LONG)
     keys = (prompt + answers * (prompt + answer)) / (prompt + answers * answer)
     return shape.packed_bytes(DTYPES[config.policy.dtype].itemsize, keys, prompt + answer)
-
-
-def frozen_head(config: Config) -> bool:
-    """True if the head's weight gets no gradient."""
-    return config.lora.rank > 0 and not config.lora.head
 
 
 def _always(name: str, size: float) -> MemoryItem:

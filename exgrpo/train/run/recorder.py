@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 from rich.console import Console
@@ -13,23 +13,35 @@ from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.common.distributed import on_main
 from exgrpo.train.common.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind, Sample, SampledAnswer, Writer, read_samples
 from exgrpo.train.metrics.report.page import write_report
-from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, Writer, read_samples, spread
-from exgrpo.train.metrics.trackers import open_trackers
+from exgrpo.train.metrics.run_log import RunLog, open_trackers
 from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.trainer import StepResult, Trainer
+
+
+def written_groups(questions: Sequence[int], shown: Sequence[int], tracked: set[int], most: int) -> list[int]:
+    """Return the positions of the groups of a step to write, ascending: `shown` and all of the tracked questions.
+
+    Adds the questions of `shown` to the tracked ones while there are fewer than `most`.
+    """
+    for position in shown:
+        if len(tracked) < most:
+            tracked.add(questions[position])
+    return [i for i, question in enumerate(questions) if i in shown or question in tracked]
+
+
+def spread(groups: int, count: int) -> list[int]:
+    """Return `count` evenly spread positions with the first and the last one: replayed groups come last."""
+    count = min(groups, count)
+    return [i * (groups - 1) // max(1, count - 1) for i in range(count)]
 
 
 class Recorder:
     """Writes into a run's folder on rank 0; does nothing on other ranks.
 
     Args:
-        trainer: trainer of the run.
-        folder: folder of the run.
-        resources: exit stack that closes the log.
         position: position of the log at the checkpoint of a resumed run; None: a new run.
 
     Raises:
@@ -41,7 +53,7 @@ class Recorder:
         self._trainer, self._folder, self._world = trainer, folder, trainer.rollout_worker.world
         self._output = trainer.config.output
         self._next: dict[str, float] = {}
-        self._tracked = TrackedQuestions(0)
+        self._tracked: set[int] = set()
         self._log = on_main(self._world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
@@ -52,7 +64,9 @@ class Recorder:
             # Before `RunLog` truncates the file, which shows what was sent to trackers after the checkpoint.
             trackers = open_trackers(self._trainer.config, folder, position["step"] if position else None)
             log = RunLog(folder, trackers, resume=position)
-            self._tracked = TrackedQuestions(self._output.tracked_questions, read_samples(folder / SAMPLES))
+            # The first questions of the run: other groups are written independently of their question.
+            first = dict.fromkeys(sample.question for sample in read_samples(folder / SAMPLES))
+            self._tracked = set(islice(first, self._output.tracked_questions))
         return log
 
     def position(self) -> dict[str, int] | None:
@@ -64,11 +78,7 @@ class Recorder:
         self._next |= metrics
 
     def record(self, kind: RecordKind, metrics: Mapping[str, float]) -> None:
-        """Write a record, together with the numbers of `add_to_next`.
-
-        Raises:
-            OutputError: on every rank, if it cannot be written.
-        """
+        """Write a record, together with the numbers of `add_to_next`; raise OutputError on every rank."""
         on_main(self._world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
         self._next = {}
 
@@ -78,8 +88,8 @@ class Recorder:
         on_main(self._world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
 
     def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
-        shown = spread(batch.groups, self._output.sample_groups)
-        for group in self._tracked.choose(batch.question.tolist(), shown):
+        questions, shown = batch.question.tolist(), spread(batch.groups, self._output.sample_groups)
+        for group in written_groups(questions, shown, self._tracked, self._output.tracked_questions):
             log.sample(self._sample(step, batch, group))
 
     def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:
@@ -100,15 +110,7 @@ class Recorder:
         return replace(shown, replayed_from=batch.step.item(row), entropy=None if math.isnan(entropy) else entropy)
 
     def conclude(self, changes: Sequence[str], console: Console) -> None:
-        """Write the report, mark the run as finished and print its results; on rank 0 only.
-
-        Args:
-            changes: sentences about the evaluations.
-            console: console to print on.
-
-        Raises:
-            OutputError: the folder cannot be written.
-        """
+        """Print sentences about the evaluations, write the report and mark the run as finished; on rank 0 only."""
         folder = self._folder
         if changes:
             console.print("\n" + "\n".join(changes), highlight=False, style="bold")

@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
+from exgrpo.train.config.options import Asked, Config, RewardConfig, held_out_sets
 from exgrpo.train.config.rollout import TEST
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
@@ -99,7 +100,6 @@ class Best:
 
     Attributes:
         metric: name in metrics.jsonl of the metric to maximize.
-        value: its value.
         step: training step of the evaluation.
         since: number of later evaluations.
     """
@@ -110,13 +110,9 @@ class Best:
     since: int = 0
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Runs the evaluations of a run and keeps their results, the same on every rank.
-
-    Args:
-        config: configuration of the run.
-        questions: questions of each of its `held_out_sets`.
-        rollout_worker: generates and grades.
 
     Attributes:
         first: metrics of the evaluation before the first step; empty: there was none.
@@ -124,15 +120,17 @@ class Evaluator:
         best: best evaluation by checkpoint.best; None: there is none yet.
     """
 
-    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], rollout_worker: RolloutWorker) -> None:
-        self.config = config
-        self.sets = held_out_sets(config)
-        self.questions = questions
-        self.rollout_worker = rollout_worker
-        self.stop = Stops(config.rollout.stop, rollout_worker.decode)
-        self.first: dict[str, float] = {}
-        self.latest: dict[str, float] = {}
-        self.best: Best | None = None
+    config: Config
+    questions: Mapping[str, QuestionSet]
+    rollout_worker: RolloutWorker
+    first: dict[str, float] = field(default_factory=dict, init=False)
+    latest: dict[str, float] = field(default_factory=dict, init=False)
+    best: Best | None = field(default=None, init=False)
+
+    @cached_property
+    def sets(self) -> dict[str, Asked]:
+        """Held-out sets by name."""
+        return held_out_sets(self.config)
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[str]]:
         """Evaluate all sets after `step` training steps; a collective call.
@@ -153,7 +151,7 @@ class Evaluator:
                     max_tokens=self.config.rollout.max_tokens,
                     temperature=asked.temperature,
                     top_p=asked.top_p,
-                    stop=self.stop,
+                    stop=Stops(self.config.rollout.stop, self.rollout_worker.decode),
                 ),
                 derive_seed(self.config.seed, purpose, step),
                 reward=self.config.reward,
@@ -221,11 +219,7 @@ class Evaluator:
 
 
 def check_best(config: Config, questions: Mapping[str, QuestionSet]) -> None:
-    """Check that the evaluations of a run have the metric that checkpoint.best names.
-
-    Raises:
-        ConfigError: they do not; the message lists their metrics.
-    """
+    """Raise ConfigError unless the evaluations of a run have the metric that checkpoint.best names."""
     best = config.checkpoint.best
     if best is None:
         return

@@ -33,12 +33,8 @@ def check_engine(
     """Generate a few answers and compare their log-probs with the trainer's, over the same allowed tokens.
 
     Args:
-        policy: the trainer's policy.
         engine: the rollout engine, asleep.
         prompts: prompts with two answers each.
-        dtype: dtype of both.
-        max_tokens: maximum length of an answer.
-        seed: seed of the run.
         cut: `RolloutConfig.cut` of the run; None: sample from the full vocabulary.
 
     Returns:
@@ -77,11 +73,7 @@ def check_engine(
 
 
 def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
-    """Check that the log-probs of prompts, scored as answers to themselves, are finite.
-
-    Raises:
-        ModelError: they are not, so no engine can sample.
-    """
+    """Raise ModelError unless the log-probs of prompts, scored as answers to themselves, are finite."""
     batch = StepBatch.from_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
     if not np.isfinite(policy.score(batch, 1.0).log_prob).all():
         raise ModelError(

@@ -14,8 +14,7 @@ from queue import Empty, SimpleQueue
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
-from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError
+from exgrpo.train.rollout.server.client import LONG_SECONDS, Reply, ServerClient, ServerError, SilentServerError
 
 logger = logging.getLogger(__name__)
 REQUESTS = 64
@@ -63,10 +62,6 @@ class ServerPool:
     """Sends each request to the server with the fewest outstanding answers, and failed ones to another server.
 
     It has no servers before the first `renew`.
-
-    Args:
-        clients: all servers of the run.
-        eos: token ids that end an answer.
     """
 
     def __init__(self, clients: Sequence[ServerClient], eos: Sequence[int]) -> None:
@@ -97,11 +92,7 @@ class ServerPool:
         return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Reply]]:
-        """Yield the jobs with their answers, each as soon as it is complete.
-
-        Raises:
-            NoServerError: no server is left.
-        """
+        """Yield the jobs with their answers, each once it is complete; raise NoServerError if no server is left."""
         call = _Call()
         executor = ThreadPoolExecutor(REQUESTS * len(self._clients), thread_name_prefix="rollouts")
         try:

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -60,7 +60,6 @@ def request_tiles() -> None:
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the state of all global generators, the GPU's included."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu  # noqa: NPY002
 
@@ -79,9 +78,6 @@ class Guest:
 
     The number of threads is restored, too. Inside, torch.compile is off on CPUs, where it costs every process seconds
     and needs a compiler for a single comparison.
-
-    Args:
-        device: vLLM's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -104,7 +100,8 @@ class Guest:
             leave.callback(_restore, host, self.device)
             leave.callback(_restore_threads, torch.get_num_threads(), torch.set_num_threads)
             leave.callback(self._keep)
-            leave.enter_context(_eager(self.device))
+            if self.device.type == "cpu":
+                leave.enter_context(torch.compiler.set_stance("force_eager"))
             _restore(self._own, self.device)
             self._leave = leave.pop_all()
 
@@ -120,10 +117,6 @@ class Guest:
 def _restore_threads(threads: int, set_threads: Any) -> None:
     torch.set_num_threads = set_threads  # vLLM replaces it by a function that does nothing
     torch.set_num_threads(threads)
-
-
-def _eager(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if device.type == "cpu" else nullcontext()
 
 
 @contextmanager
