@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from exgrpo.extras import needs
-from exgrpo.train.metrics.report.curves import mean_curve
 from exgrpo.train.metrics.report.page import COLOURS
+from exgrpo.train.metrics.report.runs import mean_curve
 from studies.findings import Findings
 
 with needs(__name__, "exgrpo[bench]"):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.metrics.report.curves import MetricColumns
+from exgrpo.train.metrics.report.runs import MetricColumns
 
 FloatArray = npt.NDArray[np.float64]
 DIGITS = 5  # significant digits in the file

@@ -14,8 +14,8 @@ from rich.console import Console
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.metrics.display import COLUMNS, Display
+from exgrpo.train.metrics.log_files import Sample, SampledAnswer, read_samples
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Sample, SampledAnswer, read_samples
 
 
 def test_seeds_differ_by_purpose_and_number_and_repeat():

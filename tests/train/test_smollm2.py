@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from exgrpo.train.metrics.samples import read_samples
+from exgrpo.train.metrics.log_files import read_samples
 from tests.train.launch import MAIN, ROOT, completed
 from tests.train.run.test_run import records
 

@@ -58,7 +58,6 @@ class Checkpoints:
     """Writes and reads the checkpoints of a run.
 
     Args:
-        run: the run's folder.
         world: the ranks; every method is a collective call.
         fingerprint: hash of the training questions; a run cannot continue on others.
         config: the configuration as plain values; every checkpoint has a copy.
@@ -91,9 +90,6 @@ class Checkpoints:
         """Write the checkpoint of a step.
 
         Args:
-            step: the last finished training step.
-            policy: saved with weights, optimizer and schedule.
-            trainer: its state is saved.
             progress: plain values of the caller, returned by `load`.
 
         Raises:

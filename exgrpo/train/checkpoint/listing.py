@@ -40,7 +40,6 @@ class Manifest(_Strict):
     """Metadata of a checkpoint.
 
     Attributes:
-        step: last training step in it.
         fingerprint: hash of the training questions.
         config: configuration of the run, plain values.
         files: sizes and checksums by path in the checkpoint's folder.

@@ -80,12 +80,7 @@ def _unfinished(config: Config) -> list[Path]:
 
 
 def begun_anew(config: Config, folder: Path | str) -> str:
-    """Return a sentence on why `auto` found no run to resume, with the differences to the nearest one.
-
-    Args:
-        config: requested configuration.
-        folder: folder of the new run.
-    """
+    """Return a sentence on why `auto` found no run to resume, with the differences to the nearest one."""
     root, name = config.output.folder, config.output.name
     others = [] if name else _unfinished(config)
     if not others:

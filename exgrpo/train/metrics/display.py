@@ -63,7 +63,6 @@ class Display:
     A narrow terminal shows the columns that fit; metrics.jsonl has all.
 
     Args:
-        steps: number of training steps of the run.
         done: number of finished steps of a resumed run.
         console: console to print on; None: print nothing (ranks other than 0).
     """

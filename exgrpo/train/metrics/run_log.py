@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from exgrpo.train.common.errors import OutputError, os_errors_as, shown
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind
-from exgrpo.train.metrics.samples import Sample, to_line
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind, Sample, to_line
 from exgrpo.train.metrics.trackers import Tracker, tracked
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ class RunLog:
     A tracker that fails is dropped with one warning, since metrics.jsonl has everything.
 
     Args:
-        folder: existing folder of the run.
         trackers: trackers; they are closed with the log.
         resume: `position` at the checkpoint of a resumed run; later lines are truncated. If a file is shorter, the run
             appends to it after a warning.

@@ -24,7 +24,6 @@ class IdleSteps:
 
         Args:
             batch: the answers of the step, of which those of `trained` groups count.
-            minibatches: of the step.
         """
         idle = len(minibatches) > 0 and not any(one.has_signal for one in minibatches)
         self.in_a_row = self.in_a_row + 1 if idle else 0
@@ -65,7 +64,6 @@ class Soundness:
         """Count a training step; returns a warning, if there is one.
 
         Args:
-            counts: counts of the step.
             applied: for each optimizer step, False if it was skipped.
         """
         self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0

@@ -41,9 +41,7 @@ def step_metrics(
     """Return the numbers of a step that follow from its answers, its updates and its phases.
 
     Args:
-        batch: the step.
         questions: all training questions, by index.
-        minibatches: of the step.
         updates: optimiser steps, one for each mini-batch with an advantage.
         scored: the fresh rows whose scores are known.
         seconds: by phase: select, rollout, score, update, push.

@@ -63,9 +63,6 @@ class Service:
     with the run's id, which `wandb sync` joins.
 
     Args:
-        name: name of the package.
-        config: configuration of the run.
-        folder: folder of the run.
         sent: by tracked name, the last step whose number was sent.
     """
 
@@ -114,7 +111,6 @@ def open_trackers(config: Config, folder: Path, step: int | None) -> list[Tracke
     """Open the trackers of `output.trackers`.
 
     Args:
-        config: configuration of the run, which trackers record.
         folder: folder of the run, whose metrics.jsonl is not truncated to the checkpoint yet.
         step: step of the checkpoint that is resumed; None: a new run.
 

@@ -61,7 +61,6 @@ class Utilisation:
         """Return the MFU of a step and of its phases; NaN for phases without work.
 
         Args:
-            work: work of the step by phase.
             numbers: metrics with the step's "seconds" and "seconds/PHASE".
         """
         passes = {**dict.fromkeys(FORWARD, 1), "update": 1 + self.backward}

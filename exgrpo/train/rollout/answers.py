@@ -30,8 +30,6 @@ class Produced:
         positions: indices in `questions` of this rank's share.
         answers: (answer, text) in the order they finished; empty on ranks that only hold a part of an engine.
         grading: returns the rewards, in the same order.
-        seconds: time in the engine.
-        engine: counters of the engine.
         broken: answers that ended because the environment failed; None: there is no environment.
         problem: the engine's error if answers are missing.
     """
@@ -52,9 +50,7 @@ class RolloutWorker:
 
     Args:
         engine: this rank's rollout engine; asleep except while generating.
-        grader: this rank's grader.
         decode: decodes token ids to text, special tokens included.
-        world: the ranks.
         conversations: answers of several turns; None: the policy writes alone.
     """
 

@@ -45,8 +45,6 @@ class Request:
 
     Attributes:
         prompt: [P] token ids.
-        count: number of answers.
-        sampling: sampling parameters.
         seed: one seed for all of these answers, below 2^63.
     """
 
@@ -136,13 +134,8 @@ class EngineSettings:
     """Settings of all rollout engines; each engine reads those it needs.
 
     Attributes:
-        source: the model.
-        dtype: compute dtype.
         eos: token ids that end a response; at least one.
-        pad: token id for padding.
-        max_prompt_tokens: length of the longest prompt.
         rollout: engine, longest response, sizes and servers.
-        attention: attention implementation of transformers.
     """
 
     source: ModelSource

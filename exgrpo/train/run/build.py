@@ -42,10 +42,7 @@ class Inputs:
     """Model, questions and grader of a run.
 
     Attributes:
-        pretrained: the model with its tokenizer.
-        train_set: training questions.
         held_out: held-out questions, by the name of their set.
-        grader: grades answers.
         counted, notes: as in `StartupResult`.
     """
 
@@ -59,10 +56,6 @@ class Inputs:
 
 def read_inputs(config: Config, startup: StartupResult) -> Inputs:
     """Find the model and tokenize the questions.
-
-    Args:
-        config: configuration of the run.
-        startup: result of the startup checks.
 
     Raises:
         ExgrpoError: the model or its tokenizer cannot be used, or does not fit the questions.
@@ -105,10 +98,6 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
     """Build the parts of a run; a collective call.
 
     Args:
-        config: configuration of the run.
-        inputs: model, questions and grader.
-        world: the ranks.
-        resources: exit stack that closes what is opened.
         resume: folder of the run to resume; None: make a new one.
 
     Raises:

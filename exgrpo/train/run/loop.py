@@ -40,9 +40,6 @@ def run(config: Config, startup: StartupResult, resources: ExitStack, resume: Pa
     """Set a run up and train.
 
     Args:
-        config: configuration of the run.
-        startup: result of the startup checks.
-        resources: exit stack that closes what the run opens.
         resume: folder of the run to resume; None: a new run.
 
     Raises:
@@ -71,9 +68,7 @@ class Run:
     """A run that is set up and checked.
 
     Args:
-        config, resources, resume: as in `run`.
-        inputs: model, questions and grader.
-        world: the ranks.
+        resume: as in `run`.
 
     Attributes:
         step: last finished training step.

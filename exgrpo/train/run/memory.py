@@ -47,8 +47,6 @@ def gpu_memory(config: Config, shape: ModelShape, gpus: int, device: str = "cuda
     """Return every allocation of a rank on its GPU, in bytes.
 
     Args:
-        config: configuration of the run.
-        shape: shape of the model.
         gpus: number of GPUs, with one rank each.
         device: type of device: "cuda", or "cpu" for processes that share a CPU.
     """

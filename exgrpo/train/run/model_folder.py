@@ -68,11 +68,7 @@ def write_model(folder: Path, policy: Policy, tokenizer: Any, card: ModelCard) -
 
 
 class Cards:
-    """Writes the model cards of a run. It is made at the start, since it checks which files exist.
-
-    Args:
-        config: configuration of the run.
-    """
+    """Writes the model cards of a run. It is made at the start, since it checks which files exist."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -86,7 +82,6 @@ class Cards:
         """Return the card of the model after `step` training steps.
 
         Args:
-            step: number of training steps.
             found: numbers of the latest evaluation; ignored if it is of another step.
         """
         found = found if found.get("step") == step else {}

@@ -105,8 +105,6 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
     value. If even the first does not fit, it is taken anyway.
 
     Args:
-        config: configuration of the run.
-        shape: shape of the model.
         gpus: number of GPUs, with one rank each.
         available: bytes of a GPU that tensors may take.
     """
@@ -174,7 +172,6 @@ def plan_run(config: Config, source: ModelSource, world: World) -> tuple[Config,
 
     Args:
         config: configuration with the chosen engine; a resumed run has all values already, and keeps them.
-        source: the model.
         world: the ranks; a collective call.
 
     Raises:

@@ -32,7 +32,6 @@ def preflight(
     """Answer the first questions once each, as in training, and grade the answers; a collective call.
 
     Args:
-        config: configuration of the run.
         rollout_worker, questions, sampling: as in training.
         missing_end: text with which the chat template ends an answer but at which generation does not stop; None:
             generation stops there.

@@ -1,7 +1,7 @@
 """Write the results of a run: metrics per step, samples of answers, and the report."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import cycle
@@ -13,23 +13,62 @@ from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.common.distributed import on_main
 from exgrpo.train.common.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind, Sample, SampledAnswer, Writer, read_samples
 from exgrpo.train.metrics.report.page import write_report
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Sample, SampledAnswer, TrackedQuestions, Writer, read_samples, spread
 from exgrpo.train.metrics.trackers import open_trackers
 from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.trainer import StepResult, Trainer
 
 
+class TrackedQuestions:
+    """Questions all of whose groups are written from their first sample on.
+
+    Args:
+        before: samples of the run so far, whose first `count` questions are the tracked ones: other groups are written
+            independently of their question.
+    """
+
+    def __init__(self, count: int, before: Iterable[Sample] = ()) -> None:
+        self._count = count
+        self._questions: set[int] = set()
+        if count:
+            for sample in before:
+                self._questions.add(sample.question)
+                if len(self._questions) == count:
+                    break
+
+    def __contains__(self, question: int) -> bool:
+        return question in self._questions
+
+    def choose(self, questions: Sequence[int], shown: Sequence[int]) -> list[int]:
+        """Select the groups of a step to write.
+
+        Args:
+            questions: question of each group of the step.
+            shown: ascending positions of groups to write in any case; their questions are tracked from now on while
+                there are fewer than `count`.
+
+        Returns:
+            ascending positions.
+        """
+        for position in shown:
+            if len(self._questions) < self._count:
+                self._questions.add(questions[position])
+        return [i for i, question in enumerate(questions) if i in shown or question in self._questions]
+
+
+def spread(groups: int, count: int) -> list[int]:
+    """Return `count` evenly spread positions with the first and the last one: replayed groups come last."""
+    count = min(groups, count)
+    return [i * (groups - 1) // max(1, count - 1) for i in range(count)]
+
+
 class Recorder:
     """Writes into a run's folder on rank 0; does nothing on other ranks.
 
     Args:
-        trainer: trainer of the run.
-        folder: folder of the run.
-        resources: exit stack that closes the log.
         position: position of the log at the checkpoint of a resumed run; None: a new run.
 
     Raises:
@@ -104,7 +143,6 @@ class Recorder:
 
         Args:
             changes: sentences about the evaluations.
-            console: console to print on.
 
         Raises:
             OutputError: the folder cannot be written.

@@ -45,10 +45,8 @@ class Beginning:
     """A run before its first step, in any trainer.
 
     Attributes:
-        questions: training questions.
         replay: its memory is filled.
         max_tokens: most tokens of an answer.
-        model: name or path of the policy that the run starts with.
         world: the processes of the run.
         grade: returns on all ranks the rewards and keys of answers in their order; all ranks call it together.
         score: [T] log-probs of the answers of a batch at the sampling temperature; its questions have their numbers.
@@ -94,10 +92,7 @@ class Encoding:
     """Conversion between the text of traces and the tokens of the run's model.
 
     Attributes:
-        tokenizer: of transformers.
         eos: ids of all tokens that end an answer; a finished text gets the tokenizer's own one.
-        vocabulary: number of token ids of the model.
-        stop: strings that end an answer.
         prefix: text that ends the prompt; answers of other models may begin with it.
     """
 
@@ -147,7 +142,6 @@ class Started:
     """Counts of the traces that a run starts with.
 
     Attributes:
-        source: file or folder.
         stored: trajectories.
         questions: how many questions they belong to.
         changed: number of completed traces, by what was done.
@@ -187,10 +181,6 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
 
     All traces to training questions that fit are stored as of step 0, whatever their reward; of equal answers the last
     one, unless the method stores whole groups.
-
-    Args:
-        run: a run before its first step.
-        encoding: conversion to the tokens of its model.
 
     Returns:
         counts of the stored traces; None: the option is not given.

@@ -49,7 +49,6 @@ class StartupResult:
         train: rows of training questions by source, one row per question of the source.
         questions: the same without questions that an earlier source has, too.
         held_out: rows of held-out questions, by set and source.
-        grader: grades answers; its processes are running.
         counted: as in `Selection`.
         notes: lines about the rows, to be printed.
     """
@@ -66,8 +65,6 @@ def check_startup(config: Config, resources: ExitStack, *, resumed: bool = False
     """Check everything that needs no model, read the questions and start the grader.
 
     Args:
-        config: configuration of the run.
-        resources: exit stack that closes what is opened.
         resumed: True if the run continues in its existing folder.
 
     Raises:

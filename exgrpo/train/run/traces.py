@@ -181,7 +181,6 @@ class Questions:
     Where a trace or the questions have no gold answers, its text is enough. Of equal questions the first one is found.
 
     Args:
-        questions: of the run.
         read: token ids to text, special tokens left out.
     """
 
@@ -262,7 +261,6 @@ def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str
     """Yield the rows of a file with their places; in the place of a line that is no JSON, the error.
 
     Args:
-        path: the file.
         known: columns of a parquet file that are read, if it has some of them; None: all.
 
     Raises:

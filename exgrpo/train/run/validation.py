@@ -99,7 +99,6 @@ class Best:
 
     Attributes:
         metric: name in metrics.jsonl of the metric to maximize.
-        value: its value.
         step: training step of the evaluation.
         since: number of later evaluations.
     """
@@ -114,9 +113,7 @@ class Evaluator:
     """Runs the evaluations of a run and keeps their results, the same on every rank.
 
     Args:
-        config: configuration of the run.
         questions: questions of each of its `held_out_sets`.
-        rollout_worker: generates and grades.
 
     Attributes:
         first: metrics of the evaluation before the first step; empty: there was none.

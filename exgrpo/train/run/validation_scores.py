@@ -17,7 +17,6 @@ class Verdict(NamedTuple):
     """Graded answer of an evaluation.
 
     Attributes:
-        source: data source of the question.
         question: `question_key` of the question.
         right: True if its reward counts as success.
         finished: False: it was cut at the length limit; None: the question was not asked, as in `unasked`.
@@ -96,7 +95,6 @@ def distinct_at_k(samples: int, right: Iterable[int], k: int) -> float:
     c answers.
 
     Args:
-        samples: number of answers to the question.
         right: number of right answers with each solution.
         k: number of answers drawn without replacement.
     """

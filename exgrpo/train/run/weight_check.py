@@ -33,12 +33,8 @@ def check_engine(
     """Generate a few answers and compare their log-probs with the trainer's, over the same allowed tokens.
 
     Args:
-        policy: the trainer's policy.
         engine: the rollout engine, asleep.
         prompts: prompts with two answers each.
-        dtype: dtype of both.
-        max_tokens: maximum length of an answer.
-        seed: seed of the run.
         cut: `RolloutConfig.cut` of the run; None: sample from the full vocabulary.
 
     Returns:

@@ -16,10 +16,9 @@ import yaml
 
 from exgrpo.tools.report import main
 from exgrpo.train.common.errors import ReportError
-from exgrpo.train.metrics.report.curves import half_width, mean_curve
+from exgrpo.train.metrics.log_files import Sample, SampledAnswer, to_line
 from exgrpo.train.metrics.report.page import FOLDER, write_report
-from exgrpo.train.metrics.report.runs import ABSENT, group_runs, load_run
-from exgrpo.train.metrics.samples import Sample, SampledAnswer, to_line
+from exgrpo.train.metrics.report.runs import ABSENT, group_runs, half_width, load_run, mean_curve
 from tests.browser import ask, wait
 from tests.browser import browser as browser
 from tests.tools.report.pages import SHORT, held_out, make_run, page_of, training_record, whole_run

@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES, read_records
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Sample, read_records, read_samples
 from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Sample, read_samples
 
 KINDS = ("training", "evaluation", "training")
 LINES = [json.dumps({"step": n, "kind": kind, "reward": 0.5 * n}).encode() for n, kind in enumerate(KINDS, start=1)]

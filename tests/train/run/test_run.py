@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.durable import claim
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
-from exgrpo.train.metrics.samples import read_samples
+from exgrpo.train.metrics.log_files import read_samples
 from tests.train.launch import MAIN, completed, launch, launch_by_deepspeed
 
 SMALL = (

@@ -18,8 +18,16 @@ from plotly.offline import get_plotlyjs
 from exgrpo.train.common.durable import write_whole
 from exgrpo.train.common.errors import ReportError, cut, os_errors_as, printable
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.metrics.report.curves import mean_curve
-from exgrpo.train.metrics.report.runs import HEADINGS, Groups, differences, group_runs, load_run, result, summary
+from exgrpo.train.metrics.report.runs import (
+    HEADINGS,
+    Groups,
+    differences,
+    group_runs,
+    load_run,
+    mean_curve,
+    result,
+    summary,
+)
 
 FOLDER = ASSETS / "report"
 # Okabe and Ito's colours, without yellow, which is hard to see on white.

@@ -98,7 +98,6 @@ class WeightChannel:
 
     Args:
         backend: "nccl" (the weights and the workers are on GPUs) or "gloo".
-        url: the server.
         workers: number of its worker processes.
         device: where the weights are.
 

@@ -73,11 +73,6 @@ def start_command(settings: EngineSettings, url: str) -> str:
 def check_server(client: ServerClient, settings: EngineSettings, device: torch.device) -> ServerFacts:
     """Check everything about a server that a run depends on.
 
-    Args:
-        client: connection to the server.
-        settings: settings of the run's engine.
-        device: the trainer's device.
-
     Raises:
         ConfigError: the server does not fit; the message has the command that starts a fitting one.
     """

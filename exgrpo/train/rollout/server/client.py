@@ -110,10 +110,7 @@ class ServerClient:
         Args:
             request: name of the request, for `abort`.
             prompt: [P] token ids.
-            count: number of answers.
-            sampling: sampling parameters.
             eos: token ids that end an answer; no others do.
-            seconds: time limit.
 
         Raises:
             SilentServerError: no response within the time limit.

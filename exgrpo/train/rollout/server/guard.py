@@ -78,9 +78,6 @@ def made_token() -> Path | None:
 class Guard:
     """ASGI middleware that passes on only requests with the token.
 
-    Args:
-        app: the application to protect.
-
     Raises:
         ConfigError: there is no token in the environment or in the user's file.
     """

@@ -63,10 +63,6 @@ class ServerPool:
     """Sends each request to the server with the fewest outstanding answers, and failed ones to another server.
 
     It has no servers before the first `renew`.
-
-    Args:
-        clients: all servers of the run.
-        eos: token ids that end an answer.
     """
 
     def __init__(self, clients: Sequence[ServerClient], eos: Sequence[int]) -> None:

@@ -105,12 +105,6 @@ def part(answer: Any, key: str, kind: type[T]) -> T:
 def read_reply(reply: Any, count: int, sampling: Sampling, vocabulary: int) -> Reply:
     """Parse the response to a request for `count` answers.
 
-    Args:
-        reply: the JSON.
-        count: number of requested answers.
-        sampling: sampling parameters of the request.
-        vocabulary: vocabulary size: token ids are below it.
-
     Raises:
         ServerError: it is not `count` complete answers.
     """

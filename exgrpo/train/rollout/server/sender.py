@@ -38,7 +38,6 @@ class Receiver:
     """State of one server in the sender.
 
     Attributes:
-        client: connection to the server.
         label: label of the weights that it should have.
         channel: channel to its workers, if connected.
         request: request that makes the workers receive; done when they have received.
@@ -56,9 +55,6 @@ class WeightSender:
     """Sends weights to all servers; one that fails is left out until the next push.
 
     Args:
-        clients: all servers of the run.
-        settings: settings of the run's engine.
-        device: the trainer's device.
         bucket_bytes: approximate size of a bucket.
     """
 

@@ -42,12 +42,8 @@ def decode(
     Each prompt is computed once for all of its answers, and a prefix that all prompts share is computed once.
 
     Args:
-        model: the model, on its device.
-        prompts: M prompts.
         prompt_of: [N] index of the prompt of each answer.
         sampling: [N] sampling parameters; they may differ only in lengths and stop strings.
-        noise: random numbers of the N answers.
-        eos: token ids that end an answer.
         pad: token id for padding prompts on the left.
         shared: length of the common prefix of all prompts; must be 0 unless `keeps_all`.
 

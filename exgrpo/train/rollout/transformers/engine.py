@@ -25,8 +25,6 @@ class TransformersEngine:
     """Generates in batches of prompts of similar length.
 
     Args:
-        settings: the model and how to generate.
-        world: the ranks, each with its own engine.
         model: the model; None: loads a copy, before any HfDeepSpeedConfig exists, which would shard it.
     """
 
@@ -129,11 +127,6 @@ class SharedEngine(TransformersEngine):
     attention for one token, and no parameter requires a gradient, since PyTorch selects matrix kernels by that, too.
     Asleep, it is as the trainer left it. So nothing else may use the policy while the engine is awake: `rollout.ahead`
     needs servers.
-
-    Args:
-        settings: how to generate.
-        world: the single process.
-        policy: the unsharded policy of that process.
     """
 
     def __init__(self, settings: EngineSettings, world: World, policy: "Policy") -> None:

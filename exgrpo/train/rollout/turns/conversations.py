@@ -39,7 +39,6 @@ class _Answer:
         reply: the environment's function for this answer.
         parts: turns and observations in order; an observation has no log-probs.
         unanswered: text that the policy has written since the last reply.
-        turns: number of the policy's turns.
         closed: True if the last turn ended with an EOS token.
     """
 
@@ -86,12 +85,6 @@ class _Answer:
 
 class Conversations:
     """Generates answers with an environment.
-
-    Args:
-        environment: writes the replies.
-        options: options of the run.
-        encode: encodes replies to token ids.
-        decode: decodes token ids to text, special tokens included.
 
     Attributes:
         broken: answers that ended because the environment failed or took too long, since this was last set to 0.

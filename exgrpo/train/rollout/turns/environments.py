@@ -24,7 +24,6 @@ class Environment:
     """An environment function.
 
     Attributes:
-        name: name of the function.
         function: called at the beginning of an answer.
         columns: columns of a question's row that the function takes.
         stop: strings at which the policy waits for a reply.
@@ -77,8 +76,6 @@ def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -
 
     Args:
         options: the role of replies; None: they are appended as plain text.
-        tokenizer: tokenizer of the model.
-        eos: ids of the tokens that end a turn.
 
     Raises:
         ConfigError: the chat template does not accept messages of this role.

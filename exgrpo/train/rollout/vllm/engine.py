@@ -40,10 +40,6 @@ class VllmEngine:
     The process group must exist already: otherwise vLLM makes a world of one for the whole process. All ranks make
     their engines together, before any HfDeepSpeedConfig exists.
 
-    Args:
-        settings: the model and how to generate.
-        world: the ranks.
-
     Raises:
         ConfigError: vLLM cannot take the model, or the cache is too small or too large.
     """
@@ -228,9 +224,6 @@ def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_toke
     If the cache overflows all the same, vLLM preempts the last answers and recomputes their keys and values later.
 
     Args:
-        rollout: options with the longest answer.
-        prompt_tokens: length of the longest prompt.
-        cache: bytes of the cache.
         per_token: bytes of the keys and values of a token.
     """
     return max(1, min(MOST_SEQUENCES, int(cache / sequence_bytes(rollout, prompt_tokens, per_token))))

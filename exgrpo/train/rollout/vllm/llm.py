@@ -50,12 +50,7 @@ class Llm:
     """An engine of vLLM that is stepped by this process.
 
     Args:
-        vllm: the module.
-        path: path of the model.
         arguments: keyword arguments of `vllm.LLM`.
-
-    Attributes:
-        engine: vLLM's `LLMEngine`.
     """
 
     def __init__(self, vllm: Any, path: str, arguments: dict[str, Any]) -> None:
@@ -71,10 +66,7 @@ class Llm:
         """Add a request for an answer.
 
         Args:
-            name: name of the request for `step` and `abort`.
-            prompt: token ids.
             stream: True: each step returns the answer so far; False: the last step returns it.
-            sampling: keyword arguments of `vllm.SamplingParams`.
         """
         kind = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
@@ -141,10 +133,6 @@ class Sleep:
     awake -> `sleep` -> asleep -> `wake_weights` -> weights allocated -> `wake` -> awake; each method may be called in
     any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded and
     `weights_lost` reset before the engine wakes. Level 0 never sleeps.
-
-    Args:
-        llm: the engine.
-        level: 0, 1 or 2.
     """
 
     def __init__(self, llm: Llm, level: int) -> None:

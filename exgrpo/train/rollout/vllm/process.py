@@ -79,9 +79,6 @@ class Guest:
 
     The number of threads is restored, too. Inside, torch.compile is off on CPUs, where it costs every process seconds
     and needs a compiler for a single comparison.
-
-    Args:
-        device: vLLM's device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -7,8 +7,7 @@ import pytest
 from exgrpo.tools.experience.export import export
 from exgrpo.tools.experience.sources import RunExperience
 from exgrpo.train.checkpoint.listing import survey
-from exgrpo.train.metrics.log_files import SAMPLES
-from exgrpo.train.metrics.samples import read_samples
+from exgrpo.train.metrics.log_files import SAMPLES, read_samples
 from tests.tools.experience.runs import pretrained
 from tests.train.launch import MAIN, ROOT, completed
 from tests.train.run.test_run import SMALL, continued, records
