@@ -87,10 +87,7 @@ class Checkpoints:
             self.store = ExperienceStore(run / EXPERIENCE, tokens)
 
     def save(self, step: int, policy: Policy, trainer: Resumable, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of a step.
-
-        Args:
-            progress: plain values of the caller, returned by `load`.
+        """Write the checkpoint of a step, with plain values of the caller, `progress`, that `load` returns.
 
         Raises:
             CheckpointError: it cannot be written; earlier checkpoints are intact.
@@ -275,7 +272,6 @@ def _files(folder: Path) -> set[str]:
 
 
 def _flush_and_hash(folder: Path, names: list[str]) -> dict[str, SavedFile]:
-    """Flush files to disk and return their sizes and checksums."""
     files = {}
     for path in (folder / name for name in names):
         flush_file(path)

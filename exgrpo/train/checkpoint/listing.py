@@ -118,11 +118,7 @@ def folder_name(step: int) -> str:
 
 
 def folders(run: Path) -> list[Path]:
-    """List the folders with names of checkpoints, newest first.
-
-    Raises:
-        OSError: they cannot be listed.
-    """
+    """List the folders with names of checkpoints, newest first; raise OSError if that is not possible."""
     root = run / FOLDER
     names = os.listdir(root) if root.is_dir() else []
     return [root / name for name in sorted(names, reverse=True) if re.fullmatch(r"step_\d+", name)]

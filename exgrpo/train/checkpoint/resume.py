@@ -173,11 +173,7 @@ def _short(changes: list[str]) -> str:
 
 
 def is_unsaved(run: Path) -> bool:
-    """True if a folder is that of an unfinished run without any checkpoint, complete or damaged.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """True if a folder is that of an unfinished run without any checkpoint, complete or damaged; raise ConfigError."""
     with os_errors_as(ConfigError, f"{run} cannot be read"):
         if not run.is_dir() or (run / FINISHED).exists():
             return False
@@ -189,11 +185,7 @@ def is_unsaved(run: Path) -> bool:
 
 
 def set_aside(run: Path) -> None:
-    """Rename the folder of a run without a checkpoint, to keep its files.
-
-    Raises:
-        ConfigError: another process uses it, or it cannot be renamed.
-    """
+    """Rename the folder of a run without a checkpoint, to keep its files; raise ConfigError if it is in use."""
     with claim(run), os_errors_as(ConfigError, f"{run} cannot be renamed"):
         names = (run.with_name(f"{run.name}.unsaved{number}") for number in count(1))
         aside = next(name for name in names if not name.exists())

@@ -33,11 +33,7 @@ def write_checked(folder: Path, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def read_checked(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Read what `write_checked` wrote.
-
-    Raises:
-        DamagedFileError: it is missing or its content has changed.
-    """
+    """Read what `write_checked` wrote; raise DamagedFileError if it is missing or has changed."""
     path = folder / f"{name}{SUFFIX}"
     if not path.is_file():
         raise DamagedFileError(f"{path} is missing")
@@ -152,7 +148,6 @@ def _digests(names: list[str]) -> np.ndarray:
 
 
 def _packed(block: TokenBlock) -> dict[str, np.ndarray]:
-    """Return the tokens of a block as arrays of a file."""
     arrays: dict[str, np.ndarray] = {}
     for name in block.columns:
         values = block.part(name, 0, block.used)

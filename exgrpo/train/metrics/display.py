@@ -19,42 +19,29 @@ from rich.table import Table
 
 from exgrpo.train.common.errors import printable
 
+FAILED = "failed"
+"""Column that appears once it is above 0."""
 COLUMNS = {
+    FAILED: ("reward_failed_fraction", ".0%"),
     "reward": ("reward", ".3f"),
     "Pass@1": ("pass_rate", ".3f"),
-    "entropy": ("entropy", ".3f"),
     "replayed": ("replayed", ".0f"),
+    "length": ("response_tokens", ".0f"),
+    "s/step": ("seconds", ".1f"),
+    "entropy": ("entropy", ".3f"),
+    "cut": ("truncated", ".0%"),
     "buffer": ("buffer_trajectories", ".0f"),
     "retired": ("retired", ".0f"),
-    "ratio": ("fresh_ratio", ".3f"),
-    "grad": ("grad_norm", ".2f"),
-    "idle": ("idle_group_fraction", ".0%"),
-    "length": ("response_tokens", ".0f"),
-    "cut": ("truncated", ".0%"),
     "tokens/s": ("tokens_per_second", ".0f"),
     "mfu": ("mfu", ".1%"),
-    "s/step": ("seconds", ".1f"),
-    "failed": ("reward_failed_fraction", ".0%"),
+    "idle": ("idle_group_fraction", ".0%"),
+    "grad": ("grad_norm", ".2f"),
+    "ratio": ("fresh_ratio", ".3f"),
 }
-WANTED = (
-    *("reward", "Pass@1", "replayed", "length", "s/step", "entropy", "cut"),
-    *("buffer", "retired", "tokens/s", "mfu", "idle", "grad", "ratio"),
-)
-"""Columns by priority: a narrow terminal shows the first ones."""
-FAILED = "failed"
-"""Column that appears once it is above 0, then with the highest priority."""
+"""Metric and format of each column, by title and priority: a narrow terminal shows the first ones."""
 CELL = 6
 """Width of the longest usual cell in characters."""
 SHOWN_STEPS = 12
-
-
-def fitting(width: int, *, failed: bool = False) -> list[str]:
-    """Return the titles of the columns that fit into `width` characters next to the step, in the order of `COLUMNS`."""
-    wanted = (FAILED, *WANTED) if failed else WANTED
-    # A cell has a space on either side and a border.
-    ends = list(accumulate(max(len(title), CELL) + 3 for title in ("step", *wanted)))[1:]
-    kept = {title for title, end in zip(wanted, ends, strict=True) if end < width}
-    return [title for title in COLUMNS if title in kept]
 
 
 class Display:
@@ -107,14 +94,19 @@ class Display:
         if self.live:
             self.live.update(self._view())
         elif self.console:
-            titles = [title for title in COLUMNS if self.failed or title != FAILED]
-            cells = [f"{title} {_cell(record, *COLUMNS[title])}" for title in titles]
+            cells = [f"{title} {_cell(record, *COLUMNS[title])}" for title in self._titles()]
             remaining = self.progress.tasks[0].time_remaining
             eta = "" if remaining is None else f"  ETA {remaining // 60:.0f}:{remaining % 60:02.0f}"
             self.console.print(f"step {record['step']:.0f}  " + "  ".join(cells) + eta, highlight=False, soft_wrap=True)
 
+    def _titles(self) -> list[str]:
+        return [title for title in COLUMNS if self.failed or title != FAILED]
+
     def _view(self) -> Group:
-        titles = fitting(self.console.width, failed=self.failed) if self.console else []
+        titles = self._titles()
+        # A cell has a space on either side and a border.
+        ends = accumulate(max(len(title), CELL) + 3 for title in ("step", *titles))
+        titles = titles[: max(0, sum(end < self.console.width for end in ends) - 1)] if self.console else []
         table = Table(expand=True)
         for title in ("step", *titles):
             table.add_column(title, justify="right", no_wrap=True)

@@ -20,11 +20,7 @@ class IdleSteps:
         self.in_a_row = 0
 
     def observe(self, batch: StepBatch, minibatches: Sequence[MiniBatch]) -> str | None:
-        """Return a warning after 4, 8, 16, ... consecutive steps in which no mini-batch had an advantage.
-
-        Args:
-            batch: the answers of the step, of which those of `trained` groups count.
-        """
+        """Return a warning after 4, 8, 16, ... consecutive steps in which no mini-batch had an advantage."""
         idle = len(minibatches) > 0 and not any(one.has_signal for one in minibatches)
         self.in_a_row = self.in_a_row + 1 if idle else 0
         if self.in_a_row < FIRST_WARNING or self.in_a_row & (self.in_a_row - 1):
@@ -47,11 +43,7 @@ class IdleSteps:
 
 
 class Soundness:
-    """Counts consecutive training steps with failed grading, and consecutive skipped optimizer steps.
-
-    Args:
-        max_failed: tolerated fraction of a step's answers whose grading fails or times out.
-    """
+    """Counts consecutive training steps with more than `max_failed` failed grades, and skipped optimizer steps."""
 
     def __init__(self, max_failed: float) -> None:
         self.max_failed = max_failed
@@ -61,11 +53,7 @@ class Soundness:
         """Consecutive skipped optimizer steps."""
 
     def observe(self, counts: Counts, applied: Sequence[bool]) -> str | None:
-        """Count a training step; returns a warning, if there is one.
-
-        Args:
-            applied: for each optimizer step, False if it was skipped.
-        """
+        """Count a training step and its optimizer steps, of which some were skipped; return a warning, if any."""
         self.failing = self.failing + 1 if counts.failed_fraction > self.max_failed else 0
         warn = False
         for taken in applied:
@@ -95,11 +83,7 @@ class Soundness:
 
 
 def overflowed(updates: Sequence[UpdateStats]) -> str | None:
-    """Return a message if a gradient overflowed at the loss scale of fp16.
-
-    Args:
-        updates: optimizer steps of a training step.
-    """
+    """Return a message if a gradient of a training step overflowed at the loss scale of fp16."""
     scales = [f"{one.loss_scale:.0f}" for one in updates if not one.applied and math.isfinite(one.loss_scale)]
     if not scales:
         return None

@@ -58,11 +58,7 @@ class Utilisation:
         return replace(self, rate=max(self.rate, rate))
 
     def metrics(self, work: Work, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the MFU of a step and of its phases; NaN for phases without work.
-
-        Args:
-            numbers: metrics with the step's "seconds" and "seconds/PHASE".
-        """
+        """Return the MFU of a step and of its phases, given its metrics of seconds; NaN for phases without work."""
         passes = {**dict.fromkeys(FORWARD, 1), "update": 1 + self.backward}
         flops = {
             phase: count * sum(reading.flops(self.model) for reading in work[phase])

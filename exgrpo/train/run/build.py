@@ -55,11 +55,7 @@ class Inputs:
 
 
 def read_inputs(config: Config, startup: StartupResult) -> Inputs:
-    """Find the model and tokenize the questions.
-
-    Raises:
-        ExgrpoError: the model or its tokenizer cannot be used, or does not fit the questions.
-    """
+    """Find the model and tokenize the questions; raise ExgrpoError if they cannot be used together."""
     pretrained = load_pretrained(config.policy.path, config.policy.overrides, config.lora.path)
     data = config.data
 
@@ -95,10 +91,7 @@ class Parts:
 
 
 def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, resume: Path | None = None) -> Parts:
-    """Build the parts of a run; a collective call.
-
-    Args:
-        resume: folder of the run to resume; None: make a new one.
+    """Build the parts of a run in the folder to resume or in a new one; a collective call.
 
     Raises:
         ExgrpoError: the inputs or the machine do not fit the configuration.
@@ -150,11 +143,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
 
 
 def check_alike(inputs: Inputs, world: World) -> None:
-    """Check that all ranks have the same questions: otherwise their decisions would differ.
-
-    Raises:
-        DataError: on every rank, if they differ.
-    """
+    """Raise DataError on every rank unless all have the same questions: otherwise their decisions would differ."""
     sets = {"data.train": inputs.train_set, **inputs.held_out}
     found = world.gather({name: questions.fingerprint for name, questions in sets.items()})
     if differing := [name for name in found[0] if len({of_rank.get(name) for of_rank in found}) > 1]:
@@ -184,11 +173,7 @@ def check_head(source: ModelSource) -> None:
 
 
 def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None:
-    """Select one kernel backend for all ranks that passes its self-test on each of them.
-
-    Raises:
-        ConfigError: on every rank, if a requested backend fails on one.
-    """
+    """Select one backend that passes its self-test on all ranks; raise ConfigError if a requested one fails on one."""
 
     def find() -> dict[str, str]:
         try:
@@ -201,7 +186,6 @@ def settle_kernels(backend: str, settings: EngineSettings, world: World) -> None
 
 
 def _make_folder(config: Config, world: World) -> Path:
-    """Make the folder of a new run on rank 0 and return it."""
     name = config.output.name or datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = world.gather(config.output.folder / name)[0]
 

@@ -37,10 +37,7 @@ PROBE_QUESTIONS, PROBE_TOKENS = 4, 32
 
 
 def run(config: Config, startup: StartupResult, resources: ExitStack, resume: Path | None = None) -> None:
-    """Set a run up and train.
-
-    Args:
-        resume: folder of the run to resume; None: a new run.
+    """Set up a run, a new one or the one whose folder is to be resumed, and train.
 
     Raises:
         ExgrpoError: the inputs or the machine do not fit the configuration, or the run fails.
@@ -66,9 +63,6 @@ def _kept(resume: Path | None) -> dict[str, int] | None:
 
 class Run:
     """A run that is set up and checked.
-
-    Args:
-        resume: as in `run`.
 
     Attributes:
         step: last finished training step.
@@ -178,11 +172,7 @@ class Run:
         self._conclude()
 
     def _take_down(self, result: StepResult, display: Display) -> None:
-        """Record and print a step with its warnings.
-
-        Raises:
-            HaltError: grading or updates have failed for too many steps in a row.
-        """
+        """Record and print a step with its warnings; raise HaltError after too many failed steps in a row."""
         check_every = self.config.rollout.check_every
         result.metrics.update(self.utilisation.metrics(result.work, result.metrics))
         if check_every and self.step % check_every == 0:
@@ -201,7 +191,6 @@ class Run:
         return every is not None and self.step % every == 0
 
     def _conclude(self) -> None:
-        """Write the model and the report, and upload the models if requested."""
         config, folder = self.config, self.folder
         if config.output.save_model:
             self._write_model(folder / MODEL)

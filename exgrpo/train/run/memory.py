@@ -101,7 +101,6 @@ def _sharded_states(config: Config, shape: ModelShape, gpus: int) -> tuple[Memor
 
 
 def _reference(config: Config, model: float, adapters: float) -> float:
-    """Return the bytes of the reference for a divergence: a model, or a copy of the initial adapters."""
     if not config.objective.compared:
         return 0
     return adapters if config.lora.rank else model

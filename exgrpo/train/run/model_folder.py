@@ -79,11 +79,7 @@ class Cards:
         self.hub_sets = [source.partition(":")[0] for source in config.data.train if from_hub(source)]
 
     def card(self, step: int, found: Mapping[str, float]) -> ModelCard:
-        """Return the card of the model after `step` training steps.
-
-        Args:
-            found: numbers of the latest evaluation; ignored if it is of another step.
-        """
+        """Return the card of the model after `step` training steps; an evaluation of another step is ignored."""
         found = found if found.get("step") == step else {}
         config = self.config
         adapters = bool(config.lora.rank) and config.lora.result == "adapters"
@@ -142,7 +138,6 @@ class Cards:
         return ", ".join(_short(source) if Path(source).suffix in SUFFIXES else source for source in sources)
 
     def _table(self, found: Mapping[str, float]) -> str:
-        """Return a table with Pass@1 of each set and the bounds of its interval."""
         columns = ("set", "questions", "answers per question", "temperature", "Pass@1", "95 % interval")
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for name, asked in self.sets.items():

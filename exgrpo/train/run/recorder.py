@@ -15,19 +15,16 @@ from exgrpo.train.common.errors import OutputError, ReportError, os_errors_as
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, RecordKind, Sample, SampledAnswer, Writer, read_samples
 from exgrpo.train.metrics.report.page import write_report
-from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.trackers import open_trackers
+from exgrpo.train.metrics.run_log import RunLog, open_trackers
 from exgrpo.train.rollout.stops import parts_of
 from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.trainer import StepResult, Trainer
 
 
 class TrackedQuestions:
-    """Questions all of whose groups are written from their first sample on.
+    """Up to `count` questions all of whose groups are written: those of the first samples of the run.
 
-    Args:
-        before: samples of the run so far, whose first `count` questions are the tracked ones: other groups are written
-            independently of their question.
+    Other groups are written independently of their question.
     """
 
     def __init__(self, count: int, before: Iterable[Sample] = ()) -> None:
@@ -103,11 +100,7 @@ class Recorder:
         self._next |= metrics
 
     def record(self, kind: RecordKind, metrics: Mapping[str, float]) -> None:
-        """Write a record, together with the numbers of `add_to_next`.
-
-        Raises:
-            OutputError: on every rank, if it cannot be written.
-        """
+        """Write a record, together with the numbers of `add_to_next`; raise OutputError on every rank."""
         on_main(self._world, lambda: self._log.metrics(kind, {**self._next, **metrics}) if self._log else None)
         self._next = {}
 
@@ -139,14 +132,7 @@ class Recorder:
         return replace(shown, replayed_from=batch.step.item(row), entropy=None if math.isnan(entropy) else entropy)
 
     def conclude(self, changes: Sequence[str], console: Console) -> None:
-        """Write the report, mark the run as finished and print its results; on rank 0 only.
-
-        Args:
-            changes: sentences about the evaluations.
-
-        Raises:
-            OutputError: the folder cannot be written.
-        """
+        """Print sentences about the evaluations, write the report and mark the run as finished; on rank 0 only."""
         folder = self._folder
         if changes:
             console.print("\n" + "\n".join(changes), highlight=False, style="bold")

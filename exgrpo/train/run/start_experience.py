@@ -261,7 +261,6 @@ def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, fin
 
 
 def _joined(name: str, column: Column, rows: Sequence[_Row]) -> Any:
-    """Return a further column of rows, or of their tokens."""
     if column.axis == "row":
         return np.array([row.more.get(name, column.filled(1)[0]) for row in rows], column.dtype)
     return column.joined([row.more.get(name, column.filled(len(row.one.response))) for row in rows])

@@ -31,7 +31,7 @@ from exgrpo.train.data.selection import (
     select,
     unearnable_pairs,
 )
-from exgrpo.train.metrics.trackers import check_trackers
+from exgrpo.train.metrics.run_log import check_trackers
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.blocks import check_folder
 from exgrpo.train.replay.rehearsal import rehearse
@@ -62,13 +62,9 @@ class StartupResult:
 
 
 def check_startup(config: Config, resources: ExitStack, *, resumed: bool = False) -> StartupResult:
-    """Check everything that needs no model, read the questions and start the grader.
+    """Check everything that needs no model, read the questions and start the grader; raise ExgrpoError.
 
-    Args:
-        resumed: True if the run continues in its existing folder.
-
-    Raises:
-        ExgrpoError: a check fails.
+    `resumed`: the run continues in its existing folder.
     """
     check_trackers(config.output.trackers)
     if not resumed and is_first_rank():
@@ -115,11 +111,7 @@ def _held_out_notes(config: Config, train: list[list[Row]], held_out: dict[str, 
 
 
 def check_method(config: Config) -> None:
-    """Check that the functions of the replay method exist and fit together.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError unless the functions of the replay method exist and fit together."""
     experience = config.experience
     compose = Needs.of(rules.find("compose", experience.compose))
     if compose.fills and config.rollout.refills:
@@ -136,11 +128,7 @@ def check_method(config: Config) -> None:
 
 
 def check_surrogate(config: Config) -> None:
-    """Check that the surrogate of the loss exists and fits the other options.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise ConfigError unless the surrogate of the loss exists and fits the other options."""
     surrogate = Needs.of(SURROGATES.find(config.objective.surrogate))
     compose = Needs.of(rules.find("compose", config.experience.compose))
     if config.objective.anchor == "start" and not surrogate.all_rows:
@@ -161,11 +149,7 @@ def check_surrogate(config: Config) -> None:
 
 
 def check_output(config: Config) -> None:
-    """Check that the run's folder can be made.
-
-    Raises:
-        ConfigError: it exists already, or a part of its path is no folder or is not writable.
-    """
+    """Raise ConfigError if the run's folder exists already or cannot be made."""
     root, name = config.output.folder, config.output.name
     run = root / (name or "")
     if name and run.exists() and not (config.resume == AUTO and (finished(config) or is_unsaved(run))):

@@ -168,7 +168,6 @@ def further_columns() -> dict[str, Column]:
 
 
 def _values(column: Column, value: Any) -> Any:
-    """Return a number of a further column, or the numbers [R] of tokens."""
     kinds = {"b": "b", "f": "iuf"}.get(np.dtype(column.dtype).kind, "iu")
     values = _array(value if column.axis == "token" else [value], kinds, column.trace)
     return values.astype(column.dtype) if column.axis == "token" else column.dtype(values[0])
@@ -179,9 +178,7 @@ class Questions:
     the prompt as people read it, which other projects write in the place of the question.
 
     Where a trace or the questions have no gold answers, its text is enough. Of equal questions the first one is found.
-
-    Args:
-        read: token ids to text, special tokens left out.
+    `read` decodes token ids without special tokens.
     """
 
     def __init__(self, questions: Sequence[Question], read: Callable[[Sequence[int]], str]) -> None:
@@ -213,11 +210,7 @@ class Questions:
 
 
 def trace_files(source: Path) -> list[Path]:
-    """Return the files of traces at a path: itself, or those of an exported folder, in the order of their names.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the files of traces at a path: itself, or those of an exported folder; raise DataError without any."""
     source = source.expanduser()
     with os_errors_as(DataError, f"{source} cannot be read"):
         if source.is_dir():
@@ -239,11 +232,7 @@ def check_traces(source: Path) -> None:
 
 
 def read_traces(source: Path) -> Iterator[Trace]:
-    """Yield all traces of a file or an exported folder.
-
-    Raises:
-        DataError: a file cannot be read, or has a row that cannot be right; the message names it.
-    """
+    """Yield all traces of a file or an exported folder; raise DataError, which names a row that cannot be right."""
     for path in trace_files(source):
         yield from _traces(path)
 
@@ -288,11 +277,7 @@ def read_values(path: Path, known: set[str] | None = None) -> Iterator[tuple[str
 
 
 def parse_as(model: type[Model], value: Any, title: str) -> Model:
-    """Return what `read_values` gives as a row of a model.
-
-    Raises:
-        DataError: it cannot be right; the message is without its place.
-    """
+    """Return what `read_values` gives as a row of a model; raise DataError, without a place, if it is wrong."""
     if isinstance(value, DataError):
         raise value
     if not isinstance(value, dict):

@@ -112,9 +112,6 @@ class Best:
 class Evaluator:
     """Runs the evaluations of a run and keeps their results, the same on every rank.
 
-    Args:
-        questions: questions of each of its `held_out_sets`.
-
     Attributes:
         first: metrics of the evaluation before the first step; empty: there was none.
         latest: metrics of the latest evaluation; empty: there was none.
@@ -218,11 +215,7 @@ class Evaluator:
 
 
 def check_best(config: Config, questions: Mapping[str, QuestionSet]) -> None:
-    """Check that the evaluations of a run have the metric that checkpoint.best names.
-
-    Raises:
-        ConfigError: they do not; the message lists their metrics.
-    """
+    """Raise ConfigError unless the evaluations of a run have the metric that checkpoint.best names."""
     best = config.checkpoint.best
     if best is None:
         return

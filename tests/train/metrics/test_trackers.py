@@ -17,8 +17,7 @@ from exgrpo.train import main as program
 from exgrpo.train.common import process
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import Config
-from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.trackers import check_trackers, open_trackers
+from exgrpo.train.metrics.run_log import RunLog, check_trackers, open_trackers
 from tests.train.configs import configured
 
 

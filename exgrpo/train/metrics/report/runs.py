@@ -53,11 +53,7 @@ Groups = dict[str, list[RunData]]
 
 
 def load_run(folder: Path, name: str) -> RunData:
-    """Read a run's folder.
-
-    Raises:
-        ReportError: it holds no readable metrics.
-    """
+    """Read a run's folder; raise ReportError if it holds no readable metrics."""
     try:
         records, unreadable = read_records(folder / METRICS)
     except OSError as error:

@@ -66,11 +66,7 @@ class GlooGroup:
         self._group = gloo(PrefixStore("weights", store), rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: None = None) -> None:
-        """Broadcast the tensor of member `src` in place; contiguous, on the CPU, of any dtype.
-
-        Raises:
-            RuntimeError: a member is gone, or `SEND_SECONDS` have passed.
-        """
+        """Broadcast the tensor of member `src` in place (on the CPU); RuntimeError if one is gone or too slow."""
         raw = tensor.view(-1).view(torch.uint8)
         self._group.broadcast(raw, src, datetime.timedelta(seconds=SEND_SECONDS)).wait()
 
@@ -133,11 +129,7 @@ class WeightChannel:
         }
 
     def connect(self) -> None:
-        """Wait for the workers, which must get the invitation at the same time.
-
-        Raises:
-            RuntimeError: they did not join.
-        """
+        """Wait for the workers, which must get the invitation at the same time, or raise RuntimeError."""
         if self._store is not None:
             self._group = GlooGroup(self._store, self.address, 0, self._size)
         else:

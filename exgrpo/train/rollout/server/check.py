@@ -16,8 +16,7 @@ from exgrpo.train.config.pretrained import to_arguments
 from exgrpo.train.config.section import explain
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import EngineSettings, Sampling
-from exgrpo.train.rollout.server.client import ServerClient
-from exgrpo.train.rollout.server.reply import ServerError, part
+from exgrpo.train.rollout.server.client import ServerClient, ServerError, part
 from exgrpo.train.rollout.vllm.availability import SERVERS
 
 COMPARED = (
@@ -117,11 +116,7 @@ def check_server(client: ServerClient, settings: EngineSettings, device: torch.d
 
 
 def end_update(client: ServerClient) -> None:
-    """End an update of weights that stopped halfway: until then the model cannot compute.
-
-    Raises:
-        ServerError: the server cannot end it.
-    """
+    """End an update of weights that stopped halfway, during which the model cannot compute; raise ServerError."""
     with suppress(ServerError):  # an update that did not stop by an error has been started already
         client.post("start_weight_update")
     client.post("finish_weight_update")

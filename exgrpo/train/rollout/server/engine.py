@@ -62,11 +62,7 @@ class ServerEngine:
         self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Generate as `RolloutEngine.generate`, without using the seeds.
-
-        Raises:
-            NoServerError: no server is left.
-        """
+        """Generate as `RolloutEngine.generate`, without the seeds; raise NoServerError if no server is left."""
         # Answers in one HTTP request share their prompt's blocks in the server's cache.
         most = self._sequences
         jobs = [

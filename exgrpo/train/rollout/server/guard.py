@@ -76,11 +76,7 @@ def made_token() -> Path | None:
 
 
 class Guard:
-    """ASGI middleware that passes on only requests with the token.
-
-    Raises:
-        ConfigError: there is no token in the environment or in the user's file.
-    """
+    """ASGI middleware that passes on only requests with the token; ConfigError if this machine has none."""
 
     def __init__(self, app: App) -> None:
         self._app = app

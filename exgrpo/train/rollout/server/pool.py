@@ -14,8 +14,7 @@ from queue import Empty, SimpleQueue
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout.engine import Sampling
-from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
-from exgrpo.train.rollout.server.reply import Reply, ServerError, SilentServerError
+from exgrpo.train.rollout.server.client import LONG_SECONDS, Reply, ServerClient, ServerError, SilentServerError
 
 logger = logging.getLogger(__name__)
 REQUESTS = 64
@@ -93,11 +92,7 @@ class ServerPool:
         return NoServerError(f"no rollout server is left ({each}): start them again, and go on with --resume auto")
 
     def generate(self, jobs: Sequence[Job]) -> Generator[tuple[Job, Reply]]:
-        """Yield the jobs with their answers, each as soon as it is complete.
-
-        Raises:
-            NoServerError: no server is left.
-        """
+        """Yield the jobs with their answers, each once it is complete; raise NoServerError if no server is left."""
         call = _Call()
         executor = ThreadPoolExecutor(REQUESTS * len(self._clients), thread_name_prefix="rollouts")
         try:

@@ -15,8 +15,7 @@ from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.rollout.engine import EngineSettings
 from exgrpo.train.rollout.server.channel import WeightChannel, pack
 from exgrpo.train.rollout.server.check import INCOMPLETE, ServerFacts, check_server, end_update
-from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient
-from exgrpo.train.rollout.server.reply import ServerError, SilentServerError
+from exgrpo.train.rollout.server.client import LONG_SECONDS, ServerClient, ServerError, SilentServerError
 from exgrpo.train.rollout.vllm.availability import INSTALL, SERVERS
 
 logger = logging.getLogger(__name__)
@@ -52,11 +51,7 @@ class Receiver:
 
 
 class WeightSender:
-    """Sends weights to all servers; one that fails is left out until the next push.
-
-    Args:
-        bucket_bytes: approximate size of a bucket.
-    """
+    """Sends weights to all servers in buckets of about this size; one that fails is left out until the next push."""
 
     def __init__(
         self, clients: Sequence[ServerClient], settings: EngineSettings, device: torch.device, bucket_bytes: int
@@ -70,11 +65,7 @@ class WeightSender:
         self._layouts: list[Layout] = []
 
     def open(self) -> dict[str, ServerFacts]:
-        """Check all servers and connect to their workers; returns their facts by address.
-
-        Raises:
-            ConfigError: a server does not fit, or cannot be connected to.
-        """
+        """Check all servers and connect to their workers; return their facts by address or raise ConfigError."""
         facts = self._threads.map(self._connect, self._receivers)
         return {receiver.client.url: of_server for receiver, of_server in zip(self._receivers, facts, strict=True)}
 

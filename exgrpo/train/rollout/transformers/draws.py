@@ -20,10 +20,8 @@ _BLOCK = 256
 class Noise:
     """Uniform random numbers in [0, 1) by answer and position, counter-based (Philox).
 
-    They depend only on the prompt's seed, the sample's index and the position: not on other rows or on the process.
-
-    Args:
-        keys: for each answer the seed of its prompt, below 2^64, and its index among the samples.
+    They depend only on an answer's key, which is its prompt's seed (below 2^64) and its index among the samples, and on
+    the position: not on other rows or on the process.
     """
 
     def __init__(self, keys: Sequence[tuple[int, int]]) -> None:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class TransformersEngine:
     """Generates in batches of prompts of similar length.
 
-    Args:
-        model: the model; None: loads a copy, before any HfDeepSpeedConfig exists, which would shard it.
+    Without a given model it loads a copy, before any HfDeepSpeedConfig exists, which would shard it.
     """
 
     unrepeatable: str | None = None

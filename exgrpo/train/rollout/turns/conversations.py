@@ -134,7 +134,6 @@ class Conversations:
             of_asked = [[answer] for answer in open_]
 
     def _stops(self, request: Request) -> Stops:
-        """Return the strings that end a turn: those of the sampling and those of the environment."""
         return Stops((*request.sampling.stop.strings, *self.environment.stop), self.decode)
 
     def _next(self, answer: _Answer, request: Request) -> Request:

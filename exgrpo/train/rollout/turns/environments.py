@@ -72,10 +72,7 @@ def find_environment(options: EnvironmentConfig) -> Environment | None:
 
 
 def encoding(options: EnvironmentConfig, tokenizer: Any, eos: tuple[int, ...]) -> Encode:
-    """Return the function that encodes replies.
-
-    Args:
-        options: the role of replies; None: they are appended as plain text.
+    """Return the function that encodes replies: as plain text, or as messages of the role that the options name.
 
     Raises:
         ConfigError: the chat template does not accept messages of this role.

@@ -15,11 +15,7 @@ from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environme
 
 @dataclass(frozen=True)
 class Versions:
-    """Range of versions 0.x of vLLM; `"0.32.1+cpu" in Versions(26, 33)`.
-
-    Attributes:
-        oldest, newest: minor versions of both ends, inclusive.
-    """
+    """Range of versions 0.x of vLLM, both ends included; `"0.32.1+cpu" in Versions(26, 33)`."""
 
     oldest: int
     newest: int

@@ -15,7 +15,7 @@ from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
-from exgrpo.train.rollout.vllm.llm import Llm, Sleep, of_device
+from exgrpo.train.rollout.vllm.llm import Llm, of_device
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
 
@@ -58,16 +58,15 @@ class VllmEngine:
         options = arguments(settings, world.device)
         try:
             with self._guest, kept_environment():
-                self._llm = Llm(vllm, settings.source.path, options)
+                self._llm = Llm(vllm, settings.source.path, options, settings.rollout.sleep_level if on_gpu else 0)
         except (ValueError, OSError, RuntimeError, AssertionError) as error:
             raise ConfigError(_explain(error, settings, options["kv_cache_memory_bytes"])) from error
-        self._sleep = Sleep(self._llm, settings.rollout.sleep_level if on_gpu else 0)
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Generate as `RolloutEngine.generate`; closing the iterator aborts unfinished answers."""
-        if self._sleep.asleep:
+        if self._llm.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
         asked = {f"{i}.{sample}": (i, sample) for i, one in enumerate(requests) for sample in range(one.count)}
         self._guest.seed(derive_seed(0, "call", *(request.seed for request in requests)))
@@ -125,12 +124,11 @@ class VllmEngine:
     def push_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; the iterable is kept, to load them again if the engine drops them in sleep."""
         self._weights = weights
-        self._sleep.wake_weights()
+        self._llm.wake_weights()
         with self._guest:
             self._llm.reload(weights)
             if self._guest.device.type == "cpu":
                 self._llm.apply(repack_tied_head)
-        self._sleep.weights_lost = False
 
     def differing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Return differing weights as `RolloutEngine.differing`.
@@ -138,25 +136,25 @@ class VllmEngine:
         Raises:
             RuntimeError: the engine is asleep, so its weights are on the CPU or dropped.
         """
-        if self._sleep.weights_asleep:
+        if self._llm.weights_asleep:
             raise RuntimeError("the rollout engine is asleep: compare its weights before, or wake it")
         names: list[str] = self._llm.apply(lambda model: differing(model, weights))
         return names
 
     def counts(self) -> EngineCounts:
-        counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._sleep.take_seconds())
+        counts = EngineCounts(self._prompt_tokens, self._cached_tokens, self._llm.take_seconds())
         self._prompt_tokens = self._cached_tokens = 0
         return counts
 
     def sleep(self) -> None:
         """Free GPU memory as configured by `rollout.sleep_level`."""
-        self._sleep.sleep()
+        self._llm.sleep()
 
     def wake(self) -> None:
         """Get ready to generate; a collective call, since it may load the weights again."""
-        if self._sleep.weights_lost and self._weights is not None:
+        if self._llm.weights_lost and self._weights is not None:
             self.push_weights(self._weights)
-        self._sleep.wake()
+        self._llm.wake()
 
     def close(self) -> None:
         """Free the engine and its cache."""
@@ -221,10 +219,8 @@ def cache_gib(rollout: RolloutConfig, memory: float | None) -> float:
 def sequences(rollout: RolloutConfig, prompt_tokens: int, cache: float, per_token: float) -> int:
     """Return how many answers are generated concurrently on a GPU: as many half-written ones as fit into the cache.
 
-    If the cache overflows all the same, vLLM preempts the last answers and recomputes their keys and values later.
-
-    Args:
-        per_token: bytes of the keys and values of a token.
+    `cache` and `per_token` are in bytes. If the cache overflows all the same, vLLM preempts the last answers and
+    recomputes their keys and values later.
     """
     return max(1, min(MOST_SEQUENCES, int(cache / sequence_bytes(rollout, prompt_tokens, per_token))))
 
@@ -266,9 +262,8 @@ def _rollout(answer: Any, sampling: Sampling) -> Rollout:
 def tokens_left(flat: Any) -> tuple[npt.NDArray[np.float32], AllowedTokens]:
     """Return [R] log-probs of the sampled tokens, and the set of ids that each was sampled from.
 
-    Args:
-        flat: vLLM's `FlatLogprobs`: for each token its own log-prob, then those of the top k, which may repeat it and
-            are -inf for ids that are not allowed.
+    `flat` is vLLM's `FlatLogprobs`: for each token its own log-prob, then those of the top k, which may repeat it and
+    are -inf for ids that are not allowed.
     """
     first, ids = np.array(flat.start_indices, np.int64), np.array(flat.token_ids, np.int32)
     log_prob = np.array(flat.logprobs, np.float32)

@@ -3,8 +3,8 @@
 All versions from 0.26 on have the calls made here. Workarounds, applied for all of them:
 
 - 0.26 does not set its configuration during a reload of weights, though its layers need it: `Llm.reload` sets it;
-- 0.26 wakes without freeing torch's unused cached memory: `Sleep.wake` frees it before;
-- up to 0.30 a partly awake engine does not fall asleep: `Sleep.sleep` wakes the rest before.
+- 0.26 wakes without freeing torch's unused cached memory: `Llm.wake` frees it before;
+- up to 0.30 a partly awake engine does not fall asleep: `Llm.sleep` wakes the rest before.
 """
 
 import time
@@ -25,11 +25,7 @@ OF_DEVICE = ("cuda", "cumem", "cublas", "nccl", "out of memory", "memory usage i
 
 @contextmanager
 def clear_errors(doing: str) -> Iterator[None]:
-    """Turn errors of the GPU and of vLLM's memory pool into a RolloutError of one line; others are defects.
-
-    Raises:
-        RolloutError: such an error occurred.
-    """
+    """Turn errors of the GPU and of vLLM's memory pool into a RolloutError of one line; others are defects."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
@@ -47,27 +43,35 @@ def of_device(error: BaseException) -> bool:
 
 
 class Llm:
-    """An engine of vLLM that is stepped by this process.
+    """An engine of vLLM that is stepped by this process and may sleep while the trainer uses the GPU.
+
+    awake -> `sleep` -> asleep -> `wake_weights` -> weights allocated -> `wake` -> awake; each method may be called in
+    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be reloaded before the
+    engine wakes. Level 0 never sleeps.
 
     Args:
         arguments: keyword arguments of `vllm.LLM`.
+        level: of sleep: 0, 1 or 2.
+
+    Attributes:
+        weights_lost: True if the weights were dropped and not reloaded since.
+        weights_asleep: True if the weights' memory is freed.
     """
 
-    def __init__(self, vllm: Any, path: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, vllm: Any, path: str, arguments: dict[str, Any], level: int) -> None:
         self._vllm = vllm
         self._llm = vllm.LLM(path, **arguments)
         self.engine = self._llm.llm_engine
+        self._level = level
+        self.weights_lost = self.weights_asleep = self._cache_asleep = False
+        self._since = self._seconds = 0.0
 
     def busy(self) -> bool:
         """True if there are unfinished requests."""
         return bool(self.engine.has_unfinished_requests())
 
     def add(self, name: str, prompt: list[int], *, stream: bool, **sampling: Any) -> None:
-        """Add a request for an answer.
-
-        Args:
-            stream: True: each step returns the answer so far; False: the last step returns it.
-        """
+        """Add a request for an answer; with `stream` each step returns it so far, else the last step does."""
         kind = self._vllm.sampling_params.RequestOutputKind
         parameters = self._vllm.SamplingParams(
             detokenize=False, output_kind=kind.CUMULATIVE if stream else kind.FINAL_ONLY, **sampling
@@ -84,11 +88,7 @@ class Llm:
         self.engine.abort_request(list(names))
 
     def forget_prompts(self) -> None:
-        """Drop the cached keys and values of all prompts; there must be no requests.
-
-        Raises:
-            RolloutError: vLLM keeps some, which answers of later weights would reuse.
-        """
+        """Drop the cached keys and values of all prompts; raise RolloutError if later weights would reuse some."""
         for _ in range(1 + STEPS_BEHIND):
             if self.engine.reset_prefix_cache():
                 return
@@ -104,47 +104,12 @@ class Llm:
         copies = ((name, weight.detach().clone()) for name, weight in weights)
         with clear_errors("take new weights"), self._vllm.config.set_current_vllm_config(self.engine.vllm_config):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+        self.weights_lost = False
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
         """Apply a function to the model's module, or this rank's part of it, and return its result."""
         (result,) = self._llm.apply_model(function)
         return result
-
-    def sleep(self, level: int) -> None:
-        """Free the memory of cache and weights; level 1 keeps the weights in CPU memory."""
-        with clear_errors("give its memory back"):
-            self._llm.sleep(level=level)
-
-    def wake(self, tag: str) -> None:
-        """Allocate the memory of "weights" or "kv_cache" again."""
-        with clear_errors(f"take the memory of its {tag} again"):
-            self._llm.wake_up(tags=[tag])
-
-    def close(self) -> None:
-        """Free the engine."""
-        with kept_process_group():
-            self.engine.engine_core.shutdown()
-        del self._llm, self.engine
-
-
-class Sleep:
-    """State machine of an engine that sleeps while the trainer uses the GPU.
-
-    awake -> `sleep` -> asleep -> `wake_weights` -> weights allocated -> `wake` -> awake; each method may be called in
-    any state. Level 1 keeps the weights in CPU memory meanwhile. Level 2 drops them: they must be loaded and
-    `weights_lost` reset before the engine wakes. Level 0 never sleeps.
-    """
-
-    def __init__(self, llm: Llm, level: int) -> None:
-        self._level = level
-        self.weights_lost = False
-        """True if the weights were dropped and not loaded since."""
-        self._llm = llm
-        self.weights_asleep = False
-        """True if the weights' memory is freed."""
-        self._cache_asleep = False
-        self._since = 0.0
-        self._seconds = 0.0
 
     def take_seconds(self) -> float:
         """Return the seconds without weights, over the sleeps that ended since the last call of this method."""
@@ -161,7 +126,8 @@ class Sleep:
         if self._level == 0 or self.weights_asleep:
             return
         self._wake_cache()
-        self._llm.sleep(self._level)
+        with clear_errors("give its memory back"):
+            self._llm.sleep(level=self._level)
         self.weights_asleep = self._cache_asleep = True
         self.weights_lost = self._level == 2
         self._since = time.perf_counter()
@@ -169,17 +135,12 @@ class Sleep:
     def wake_weights(self) -> None:
         """Allocate the memory of the weights; at level 1 with its content."""
         if self.weights_asleep:
-            torch.cuda.empty_cache()
-            self._llm.wake("weights")
+            self._allocate("weights")
             self.weights_asleep = False
             self._seconds += time.perf_counter() - self._since
 
     def wake(self) -> None:
-        """Get ready to generate.
-
-        Raises:
-            RuntimeError: the weights were dropped; push them first.
-        """
+        """Get ready to generate; raise RuntimeError if the weights were dropped and not reloaded."""
         if self.weights_lost:
             raise RuntimeError("the rollout engine dropped its weights (sleep_level 2): push them before it wakes")
         self.wake_weights()
@@ -187,6 +148,16 @@ class Sleep:
 
     def _wake_cache(self) -> None:
         if self._cache_asleep:
-            torch.cuda.empty_cache()
-            self._llm.wake("kv_cache")
+            self._allocate("kv_cache")
             self._cache_asleep = False
+
+    def _allocate(self, tag: str) -> None:
+        torch.cuda.empty_cache()
+        with clear_errors(f"take the memory of its {tag} again"):
+            self._llm.wake_up(tags=[tag])
+
+    def close(self) -> None:
+        """Free the engine."""
+        with kept_process_group():
+            self.engine.engine_core.shutdown()
+        del self._llm, self.engine

@@ -60,7 +60,6 @@ def request_tiles() -> None:
 
 
 def _random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the state of all global generators, the GPU's included."""
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu  # noqa: NPY002
 

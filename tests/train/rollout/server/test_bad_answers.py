@@ -18,9 +18,8 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout.server import client, pool
 from exgrpo.train.rollout.server import sender as sender_module
 from exgrpo.train.rollout.server.check import FRESH, PACKED_NCCL
-from exgrpo.train.rollout.server.client import ServerClient
+from exgrpo.train.rollout.server.client import ServerClient, ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.pool import NoServerError
-from exgrpo.train.rollout.server.reply import ServerError, SilentServerError, read_reply
 from exgrpo.train.rollout.server.sender import WeightSender
 from tests.train.configs import configured
 from tests.train.rollout.server.fake_server import choice, reply

@@ -18,9 +18,8 @@ from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.server import pool
 from exgrpo.train.rollout.server.channel import pack, packed_bytes, unpack
 from exgrpo.train.rollout.server.check import FRESH, check_server, model_facts
-from exgrpo.train.rollout.server.client import ServerClient
+from exgrpo.train.rollout.server.client import ServerClient, ServerError
 from exgrpo.train.rollout.server.pool import Job, NoServerError, ServerPool
-from exgrpo.train.rollout.server.reply import ServerError
 from exgrpo.train.rollout.stops import Stops
 from tests.train import pieces, tiny
 from tests.train.rollout.server.fake_server import choice, reply

@@ -12,10 +12,9 @@ from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout.engine import Request
 from exgrpo.train.rollout.server import guard
 from exgrpo.train.rollout.server.check import FRESH, ServerFacts, check_server
-from exgrpo.train.rollout.server.client import ServerClient
+from exgrpo.train.rollout.server.client import ServerClient, ServerError
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.guard import TOKEN, Guard, server_token
-from exgrpo.train.rollout.server.reply import ServerError
 from tests.train import tiny
 from tests.train.fakes import LoneWorld
 from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, proper
