@@ -13,6 +13,7 @@ files. A load verifies every checksum, each rank a share of them; if one is wron
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -54,10 +55,11 @@ class Resumable(Protocol):
         """Restore the state of a trainer with the same configuration and questions."""
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Writes and reads the checkpoints of a run.
 
-    Args:
+    Attributes:
         world: the ranks; every method is a collective call.
         fingerprint: hash of the training questions; a run cannot continue on others.
         config: the configuration as plain values; every checkpoint has a copy.
@@ -68,23 +70,17 @@ class Checkpoints:
         CheckpointError: the run's folder cannot be written.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        world: World,
-        *,
-        fingerprint: str,
-        config: dict[str, Any],
-        keep: int,
-        tokens: Path | None = None,
-    ) -> None:
-        self.run = run
-        self.world = world
-        self.fingerprint = fingerprint
-        self.config = config
-        self.keep = keep
-        with os_errors_as(CheckpointError, f"{run / EXPERIENCE} cannot be written"):
-            self.store = ExperienceStore(run / EXPERIENCE, tokens)
+    run: Path
+    world: World
+    _: KW_ONLY
+    fingerprint: str
+    config: dict[str, Any]
+    keep: int
+    tokens: Path | None = None
+
+    def __post_init__(self) -> None:
+        with os_errors_as(CheckpointError, f"{self.run / EXPERIENCE} cannot be written"):
+            self.store = ExperienceStore(self.run / EXPERIENCE, self.tokens)
 
     def save(self, step: int, policy: Policy, trainer: Resumable, progress: dict[str, Any]) -> None:
         """Write the checkpoint of a step, with plain values of the caller, `progress`, that `load` returns.

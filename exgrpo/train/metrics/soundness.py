@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from exgrpo.train.common.records import Counts, Failure
 from exgrpo.train.common.step_batch import StepBatch
@@ -13,11 +14,11 @@ FAILING_STEPS = 3
 SKIPPED_WARNING, SKIPPED_MOST = 3, 10
 
 
+@dataclass(eq=False)
 class IdleSteps:
     """Counts consecutive training steps without any advantage, and explains them."""
 
-    def __init__(self) -> None:
-        self.in_a_row = 0
+    in_a_row: int = 0
 
     def observe(self, batch: StepBatch, minibatches: Sequence[MiniBatch]) -> str | None:
         """Return a warning after 4, 8, 16, ... consecutive steps in which no mini-batch had an advantage."""
@@ -42,15 +43,13 @@ class IdleSteps:
         return f"the last {self.in_a_row} steps changed nothing, for no answer has an advantage: {why}"
 
 
+@dataclass(eq=False)
 class Soundness:
     """Counts consecutive training steps with more than `max_failed` failed grades, and skipped optimizer steps."""
 
-    def __init__(self, max_failed: float) -> None:
-        self.max_failed = max_failed
-        self.failing = 0
-        """Consecutive training steps above `max_failed`."""
-        self.skipped = 0
-        """Consecutive skipped optimizer steps."""
+    max_failed: float
+    failing: int = 0
+    skipped: int = 0
 
     def observe(self, counts: Counts, applied: Sequence[bool]) -> str | None:
         """Count a training step and its optimizer steps, of which some were skipped; return a warning, if any."""

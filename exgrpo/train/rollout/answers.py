@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from exgrpo.train.common.distributed import World, agree, fail_together
 from exgrpo.train.common.errors import RolloutError
-from exgrpo.train.common.records import Counts, EngineCounts, TokenIds
+from exgrpo.train.common.records import Counts, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
@@ -30,7 +30,7 @@ class Produced:
         positions: indices in `questions` of this rank's share.
         answers: (answer, text) in the order they finished; empty on ranks that only hold a part of an engine.
         grading: returns the rewards, in the same order.
-        broken: answers that ended because the environment failed; None: there is no environment.
+        spent: counts and seconds of generating them.
         problem: the engine's error if answers are missing.
     """
 
@@ -39,38 +39,29 @@ class Produced:
     positions: list[int]
     answers: list[tuple[Finished, str]]
     grading: Grading
-    seconds: float
-    engine: EngineCounts
-    broken: int | None
+    spent: Counts
     problem: RolloutError | None
 
 
+@dataclass(eq=False)
 class RolloutWorker:
     """Generates and grades answers; answers are graded while others are being generated.
 
-    Args:
+    Attributes:
         engine: this rank's rollout engine; asleep except while generating.
         decode: decodes token ids to text, special tokens included.
         conversations: answers of several turns; None: the policy writes alone.
+        tokens: response tokens generated so far, over all ranks.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        grader: Grader,
-        decode: Callable[[TokenIds], str],
-        world: World,
-        conversations: Conversations | None = None,
-    ) -> None:
-        self.engine = engine
-        self.grader = grader
-        self.decode = decode
-        self.world = world
-        self.conversations = conversations
-        self.tokens = 0
-        """Response tokens generated so far, over all ranks."""
-        self._reported: set[tuple[str, str]] = set()
-        self._unreported: list[str] = []
+    engine: RolloutEngine
+    grader: Grader
+    decode: Callable[[TokenIds], str]
+    world: World
+    conversations: Conversations | None = None
+    tokens: int = field(default=0, init=False)
+    _reported: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _unreported: list[str] = field(default_factory=list, init=False)
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> StepBatch:
         """Sample counts[i] answers to questions[i] and grade them; returns and raises as `join`."""
@@ -115,8 +106,8 @@ class RolloutWorker:
         if self.conversations:
             broken, self.conversations.broken = self.conversations.broken, 0
         positions = [position for position, _ in share]
-        engine = self.engine.counts()
-        return Produced(questions, counts, positions, answers, grading, seconds, engine, broken, problem)
+        spent = Counts(len(answers), 0, 0, seconds, 0.0, self.engine.counts(), broken)
+        return Produced(questions, counts, positions, answers, grading, spent, problem)
 
     def _sampling(self, question: Question, sampling: Sampling) -> Sampling:
         """Apply the stop strings of the question's source, if it has its own."""
@@ -136,15 +127,11 @@ class RolloutWorker:
         fail_together(self.world, produced.problem)
         start = time.perf_counter()
         grades = agree(self.world, produced.grading.finish)
-        seconds = time.perf_counter() - start
-        counts = Counts(
-            answers=len(produced.answers),
+        counts = replace(
+            produced.spent,
             timed_out=grades.timed_out,
             failed=grades.failed,
-            generate_seconds=produced.seconds,
-            grade_seconds=seconds,
-            engine=produced.engine,
-            broken=produced.broken,
+            grade_seconds=time.perf_counter() - start,
             failures=grades.failures,
         )
         first_rows = np.cumsum([0, *produced.counts]).tolist()

@@ -25,7 +25,6 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.reference import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
-from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import EngineSettings, training_settings
 from exgrpo.train.rollout.registry import Choice, choose_engine, open_engine
@@ -39,19 +38,12 @@ from exgrpo.train.trainer import Trainer
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Model, questions and grader of a run.
-
-    Attributes:
-        held_out: held-out questions, by the name of their set.
-        counted, notes: as in `StartupResult`.
-    """
+    """Model and tokenized questions of a run, held-out ones by set, and the result of its startup checks."""
 
     pretrained: Pretrained
     train_set: QuestionSet
     held_out: dict[str, QuestionSet]
-    grader: Grader
-    counted: str = ""
-    notes: tuple[str, ...] = ()
+    startup: StartupResult
 
 
 def read_inputs(config: Config, startup: StartupResult) -> Inputs:
@@ -68,7 +60,7 @@ def read_inputs(config: Config, startup: StartupResult) -> Inputs:
     for questions in (train, *held_out.values()):
         check_prompts(pretrained, questions)
     check_best(config, held_out)
-    return Inputs(pretrained, train, held_out, startup.grader, startup.counted, startup.notes)
+    return Inputs(pretrained, train, held_out, startup)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +121,7 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         policy.end_with(pretrained.ends(config.common_stop))
         reference = make_reference(config, pretrained.model, policy)
     engine = copy or SharedEngine(settings, world, policy)
-    rollout_worker = RolloutWorker(engine, inputs.grader, pretrained.tokenizer.decode, world, conversations)
+    rollout_worker = RolloutWorker(engine, inputs.startup.grader, pretrained.tokenizer.decode, world, conversations)
     trainer = Trainer(config, inputs.train_set, policy, rollout_worker, reference)
     checkpoints = Checkpoints(
         folder,

@@ -215,7 +215,7 @@ class Run:
         return f"{done}. To go on after step {found[0].step}: {command_to_go_on(self.folder)}"
 
     def _introduce(self, say: Callable[[str], None]) -> None:
-        config, questions, world = self.config, self.inputs.train_set, self.world
+        config, questions, world, startup = self.config, self.inputs.train_set, self.world, self.inputs.startup
         reason = self.rollout_worker.engine.unrepeatable
         repeats = f"; the same seed may give other ones: {reason}" if reason else ""
         dropped = f", {len(questions.left_out)} over-long prompts dropped" if questions.left_out else ""
@@ -223,7 +223,7 @@ class Run:
             dropped += f", {questions.beyond_limit} more left out by data.train_limit"
         say(
             f"{config.policy.path} ({config.policy.dtype}) on {world.size} x {world.device.type}, "
-            f"{self.inputs.counted}{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
+            f"{startup.counted}{len(questions.questions)} questions from {', '.join(config.data.train)}{dropped}\n"
             f"rollouts by {self.parts.choice}{repeats}\n"
             + "".join(f"{line}\n" for line in (self.parts.memory, world.threads) if line)
             + f"rollout engine and trainer agree: mean log-prob difference {self.weight_gap:.1e}\n"
@@ -232,7 +232,7 @@ class Run:
         )
         if world.is_main:
             both = contradictions(chain(questions, *self.inputs.held_out.values()))
-            for note in filter(None, (*self.inputs.notes, both)):
+            for note in filter(None, (*startup.notes, both)):
                 say(note)
         if self.started:
             say(str(self.started))

@@ -3,14 +3,15 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.evaluation import TEST
-from exgrpo.train.config.options import Config, RewardConfig, held_out_sets
+from exgrpo.train.config.options import Asked, Config, RewardConfig, held_out_sets
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.rollout.answers import RolloutWorker
@@ -109,6 +110,7 @@ class Best:
     since: int = 0
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Runs the evaluations of a run and keeps their results, the same on every rank.
 
@@ -118,15 +120,17 @@ class Evaluator:
         best: best evaluation by checkpoint.best; None: there is none yet.
     """
 
-    def __init__(self, config: Config, questions: Mapping[str, QuestionSet], rollout_worker: RolloutWorker) -> None:
-        self.config = config
-        self.sets = held_out_sets(config)
-        self.questions = questions
-        self.rollout_worker = rollout_worker
-        self.stop = Stops(config.rollout.stop, rollout_worker.decode)
-        self.first: dict[str, float] = {}
-        self.latest: dict[str, float] = {}
-        self.best: Best | None = None
+    config: Config
+    questions: Mapping[str, QuestionSet]
+    rollout_worker: RolloutWorker
+    first: dict[str, float] = field(default_factory=dict, init=False)
+    latest: dict[str, float] = field(default_factory=dict, init=False)
+    best: Best | None = field(default=None, init=False)
+
+    @cached_property
+    def sets(self) -> dict[str, Asked]:
+        """Held-out sets by name."""
+        return held_out_sets(self.config)
 
     def evaluate(self, step: int) -> tuple[dict[str, float], list[str]]:
         """Evaluate all sets after `step` training steps; a collective call.
@@ -147,7 +151,7 @@ class Evaluator:
                     max_tokens=self.config.rollout.max_tokens,
                     temperature=asked.temperature,
                     top_p=asked.top_p,
-                    stop=self.stop,
+                    stop=Stops(self.config.rollout.stop, self.rollout_worker.decode),
                 ),
                 derive_seed(self.config.seed, purpose, step),
                 reward=self.config.reward,

@@ -58,7 +58,7 @@ def test_the_example_of_the_page_is_played(guess):
     question = Question(0, (80,), "Guess.", "4", "mine", columns={"tries": 2})
     sampling = Sampling(200, stop=Stops((), read))
     produced = rollout_worker.produce([question], [2], sampling, seed=0)
-    assert produced.broken == 0
+    assert produced.spent.broken == 0
     right = ["<guess>3</guess>", " no, and 1 tries are left ", "<guess>4</guess>", " right ", "yes."]
     # What the policy writes itself does not count.
     wrong = ["<guess>9</guess>", " no, and 1 tries are left ", " right ."]
