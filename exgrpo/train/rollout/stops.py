@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exgrpo.train.common.records import Mask, Rollout, TokenIds
+from exgrpo.train.common.records import Rollout, TokenIds
 
 Decode = Callable[[Any], str]
 """Decodes token ids to text, special tokens included. Appended tokens may only extend the text, or complete a last
@@ -71,12 +71,10 @@ def text_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> str:
     """Return an answer's text without what ended it: the first stop string of its last turn, or the EOS token."""
     if not answer.finished:
         return decode(answer.response)
-    text = decode(answer.response) if stop else ""
-    last = (
-        text
-        if answer.response_mask is None or not stop
-        else decode(answer.response[_last_turn(answer.response_mask) :])
-    )
+    if not stop:
+        return decode(answer.response[:-1])
+    text = decode(answer.response)
+    last = text if answer.response_mask is None else decode(_turns(answer)[-1])
     start = _start(last, stop)
     return decode(answer.response[:-1]) if start is None else text[: len(text) - len(last) + start]
 
@@ -96,11 +94,6 @@ def _turns(answer: Rollout) -> list[TokenIds]:
     if answer.response_mask is None:
         return [answer.response]
     return np.split(answer.response, np.flatnonzero(np.diff(answer.response_mask)) + 1)
-
-
-def _last_turn(written: Mask) -> int:
-    """Index of the first token after the last observation."""
-    return int(np.flatnonzero(~written)[-1]) + 1
 
 
 def _start(text: str, strings: Sequence[str]) -> int | None:

@@ -122,8 +122,8 @@ def _passes(config: Config, shape: ModelShape, gpus: int, device: str) -> tuple[
     # The kernel adds the head's gradient directly to that of its fp32 master.
     added = gpus == 1 and config.policy.dtype == "bf16" and not config.lora.rank
     added = added and not config.distributed.offload_optimizer
-    frozen = frozen_head(config) or added
-    head = shape.head_bytes(item, tokens, device, frozen=frozen, memory=config.policy.kernel_memory)
+    frozen = config.lora.rank > 0 and not config.lora.head
+    head = shape.head_bytes(item, tokens, device, frozen=frozen or added, memory=config.policy.kernel_memory)
     return (
         MemoryItem("gathered weights", rollout=generating, loss=gathered, backward=gathered),
         MemoryItem("saved activations", loss=saved, backward=saved),
@@ -141,11 +141,6 @@ def _packed(config: Config, shape: ModelShape) -> float:
     answer = min(config.rollout.max_tokens, LONG)
     keys = (prompt + answers * (prompt + answer)) / (prompt + answers * answer)
     return shape.packed_bytes(DTYPES[config.policy.dtype].itemsize, keys, prompt + answer)
-
-
-def frozen_head(config: Config) -> bool:
-    """True if the head's weight gets no gradient."""
-    return config.lora.rank > 0 and not config.lora.head
 
 
 def _always(name: str, size: float) -> MemoryItem:

@@ -1,10 +1,10 @@
 """Write the results of a run: metrics per step, samples of answers, and the report."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 
 from rich.console import Console
@@ -21,39 +21,15 @@ from exgrpo.train.run.model_folder import BEST, EXPORTS, MODEL
 from exgrpo.train.trainer import StepResult, Trainer
 
 
-class TrackedQuestions:
-    """Up to `count` questions all of whose groups are written: those of the first samples of the run.
+def written_groups(questions: Sequence[int], shown: Sequence[int], tracked: set[int], most: int) -> list[int]:
+    """Return the positions of the groups of a step to write, ascending: `shown` and all of the tracked questions.
 
-    Other groups are written independently of their question.
+    Adds the questions of `shown` to the tracked ones while there are fewer than `most`.
     """
-
-    def __init__(self, count: int, before: Iterable[Sample] = ()) -> None:
-        self._count = count
-        self._questions: set[int] = set()
-        if count:
-            for sample in before:
-                self._questions.add(sample.question)
-                if len(self._questions) == count:
-                    break
-
-    def __contains__(self, question: int) -> bool:
-        return question in self._questions
-
-    def choose(self, questions: Sequence[int], shown: Sequence[int]) -> list[int]:
-        """Select the groups of a step to write.
-
-        Args:
-            questions: question of each group of the step.
-            shown: ascending positions of groups to write in any case; their questions are tracked from now on while
-                there are fewer than `count`.
-
-        Returns:
-            ascending positions.
-        """
-        for position in shown:
-            if len(self._questions) < self._count:
-                self._questions.add(questions[position])
-        return [i for i, question in enumerate(questions) if i in shown or question in self._questions]
+    for position in shown:
+        if len(tracked) < most:
+            tracked.add(questions[position])
+    return [i for i, question in enumerate(questions) if i in shown or question in tracked]
 
 
 def spread(groups: int, count: int) -> list[int]:
@@ -77,7 +53,7 @@ class Recorder:
         self._trainer, self._folder, self._world = trainer, folder, trainer.rollout_worker.world
         self._output = trainer.config.output
         self._next: dict[str, float] = {}
-        self._tracked = TrackedQuestions(0)
+        self._tracked: set[int] = set()
         self._log = on_main(self._world, lambda: self._open(position))
         if self._log:
             resources.callback(self._log.close)
@@ -88,7 +64,9 @@ class Recorder:
             # Before `RunLog` truncates the file, which shows what was sent to trackers after the checkpoint.
             trackers = open_trackers(self._trainer.config, folder, position["step"] if position else None)
             log = RunLog(folder, trackers, resume=position)
-            self._tracked = TrackedQuestions(self._output.tracked_questions, read_samples(folder / SAMPLES))
+            # The first questions of the run: other groups are written independently of their question.
+            first = dict.fromkeys(sample.question for sample in read_samples(folder / SAMPLES))
+            self._tracked = set(islice(first, self._output.tracked_questions))
         return log
 
     def position(self) -> dict[str, int] | None:
@@ -110,8 +88,8 @@ class Recorder:
         on_main(self._world, lambda: self._write_samples(step, result.batch, self._log) if self._log else None)
 
     def _write_samples(self, step: int, batch: StepBatch, log: RunLog) -> None:
-        shown = spread(batch.groups, self._output.sample_groups)
-        for group in self._tracked.choose(batch.question.tolist(), shown):
+        questions, shown = batch.question.tolist(), spread(batch.groups, self._output.sample_groups)
+        for group in written_groups(questions, shown, self._tracked, self._output.tracked_questions):
             log.sample(self._sample(step, batch, group))
 
     def _sample(self, step: int, batch: StepBatch, group: int) -> Sample:

@@ -9,7 +9,7 @@ import pytest
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.metrics.log_files import SAMPLES, Sample, SampledAnswer, read_samples, to_line
 from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
-from exgrpo.train.run.recorder import Recorder, TrackedQuestions, spread
+from exgrpo.train.run.recorder import Recorder, spread, written_groups
 from tests.train.trainers import half, make
 
 STEPS = 12
@@ -111,9 +111,9 @@ def test_positions_are_spread_from_the_first_to_the_last(groups, count, expected
 
 
 def test_a_question_that_comes_twice_in_a_step_is_followed_in_both_groups():
-    followed = TrackedQuestions(1)
-    assert followed.choose([7, 3, 7], [0]) == [0, 2]
-    assert followed.choose([3, 4, 7], [1]) == [1, 2]
+    tracked = set()
+    assert written_groups([7, 3, 7], [0], tracked, 1) == [0, 2]
+    assert written_groups([3, 4, 7], [1], tracked, 1) == [1, 2]
 
 
 def decode(tokens):

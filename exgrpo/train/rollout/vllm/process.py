@@ -7,7 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -100,7 +100,8 @@ class Guest:
             leave.callback(_restore, host, self.device)
             leave.callback(_restore_threads, torch.get_num_threads(), torch.set_num_threads)
             leave.callback(self._keep)
-            leave.enter_context(_eager(self.device))
+            if self.device.type == "cpu":
+                leave.enter_context(torch.compiler.set_stance("force_eager"))
             _restore(self._own, self.device)
             self._leave = leave.pop_all()
 
@@ -116,10 +117,6 @@ class Guest:
 def _restore_threads(threads: int, set_threads: Any) -> None:
     torch.set_num_threads = set_threads  # vLLM replaces it by a function that does nothing
     torch.set_num_threads(threads)
-
-
-def _eager(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if device.type == "cpu" else nullcontext()
 
 
 @contextmanager
