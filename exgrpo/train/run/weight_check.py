@@ -74,7 +74,7 @@ def check_engine(
 
 def _check_range(policy: Policy, prompts: Sequence[TokenIds]) -> None:
     """Raise ModelError unless the log-probs of prompts, scored as answers to themselves, are finite."""
-    batch = StepBatch.of_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
+    batch = StepBatch.from_answers(prompts, [Rollout(prompt, finished=True) for prompt in prompts])
     if not np.isfinite(policy.score(batch, 1.0).log_prob).all():
         raise ModelError(
             "policy.dtype fp16: the log-probs of this model are not finite, since its activations exceed 65504, the "
