@@ -64,6 +64,7 @@ def test_the_peak_of_a_real_micro_batch(dtype, checkpointing, small_chunks):
     wrapped = PolicyModel(model)
     small_chunks(VOCABULARY)
     batch = micro_batch(length=200, prompt=4)
+    wrapped(micro_batch(length=8, prompt=4), LossTerms(MethodOptions(), 400.0, bounded=False))  # tests the kernels once
     with PeakMemory() as measured:
         wrapped(batch, LossTerms(MethodOptions(), 400.0, bounded=False)).loss.backward()
     gradients = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
@@ -89,6 +90,7 @@ def test_the_peak_of_the_head(dtype, width, vocabulary, frozen, small_chunks):
     weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=not frozen)
     target = torch.randint(0, vocabulary, (600,))
     old, advantage = torch.full((600,), -8.0), torch.ones(600)
+    linear_policy_loss(hidden[:2], weight, target[:2], old[:2], advantage[:2], clip=None)  # tests the kernels once
     with PeakMemory() as measured:
         linear_policy_loss(hidden, weight, target, old, advantage, clip=None, entropy_coef=0.01).loss.backward()
     shape = dataclasses.replace(SMALL, width=width, vocabulary=vocabulary)
