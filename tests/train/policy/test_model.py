@@ -25,8 +25,6 @@ from exgrpo.train.policy.source import find_model
 from tests.integrations import tiny
 from tests.kernels.support import needs_inductor
 from tests.train import tiny as of_trainer
-from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,14 +137,6 @@ def test_a_model_that_does_more_is_refused():
     shifted.lm_head.register_forward_hook(lambda head, args, logits: logits + torch.arange(logits.shape[-1]))
     with pytest.raises(ValueError, match="LlamaForCausalLM does more with its logits than a softcap and a scale"):
         PolicyModel(shifted)
-
-
-def test_the_kernels_get_the_memory_that_the_configuration_says(tmp_path):
-    of_trainer.save_model(tmp_path, tied=True)
-    options = {"path": str(tmp_path), "dtype": "fp32", "kernel_memory_gib": 0.5}
-    config = configured({"policy": options, "rollout": {"max_tokens": 24}})
-    policy = Policy(config, find_model(config.policy.path), LoneWorld())
-    assert policy.engine.module.logit_map.options(1.0)["memory"] == 1 << 29
 
 
 def policy_of(folder, **options):
