@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from exgrpo.train.common import threads as module
-from exgrpo.train.common.threads import Rank, choose, look, quota
+from exgrpo.train.common.threads import choose, look, quota
 from exgrpo.train.config.recipe import load_recipe
 from tests.train.launch import MAIN, launch
 

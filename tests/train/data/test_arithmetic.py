@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.data.tasks import split_of_key
-from exgrpo.train.data.tasks.arithmetic import (
-    LEVELS,
-    generate,
-    worked_solution,
-)
+from exgrpo.train.data.tasks.arithmetic import LEVELS, _canonical, generate, worked_solution
 from exgrpo.train.reward import grading
 
 SPLITS = ("pretrain", "train", "test")

@@ -10,10 +10,8 @@ from tokenizers import Tokenizer, models
 from exgrpo.tools.evaluate import evaluation, program
 from exgrpo.train.common import distributed, process
 from exgrpo.train.common.errors import OutputError, os_errors_as
-from exgrpo.train.metrics.log_files import METRICS, SAMPLES
-from exgrpo.train.metrics.run_log import RunLog
-from exgrpo.train.metrics.samples import Sample
-from exgrpo.train.metrics.trackers import TensorBoard
+from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Sample
+from exgrpo.train.metrics.run_log import RunLog, TensorBoard
 from exgrpo.train.run.model_folder import write_model
 from tests.train.fakes import LoneWorld
 

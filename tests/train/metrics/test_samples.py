@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from exgrpo.train.common.records import Rollout
-from exgrpo.train.metrics.log_files import SAMPLES
-from exgrpo.train.metrics.samples import Sample, SampledAnswer, read_samples, to_line
+from exgrpo.train.metrics.log_files import SAMPLES, Sample, SampledAnswer, read_samples, to_line
 from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
-from exgrpo.train.run.recorder import Recorder, spread, written_groups
+from exgrpo.train.run.recorder import Recorder
 from tests.train.trainers import half, make
 
 STEPS = 12

@@ -160,7 +160,7 @@ def gradients_by_pass(policy):
     policy.engine.train()
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     for minibatch in of_trainer.minibatches(OBJECTIVE):
-        terms = policy.loss.terms(minibatch, clip=True, term="shaped")
+        terms = LossTerms.from_minibatch(minibatch, policy.method, policy.surrogate, ranks=1, clip=True, term="shaped")
         for numbers in policy.layout.plan(minibatch.batch, policy.budget, 1)[0]:
             rows = policy.layout.rows(minibatch.batch.take(np.array(numbers)), torch.device("cpu"))
             found = torch.autograd.grad(policy.engine(rows, terms).loss, parameters)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.config.options import RewardConfig
-from exgrpo.train.reward.golds import unearnable
+from exgrpo.train.data.selection import unearnable
 from exgrpo.train.reward.pool import Grader
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
