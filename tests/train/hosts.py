@@ -3,7 +3,6 @@
 They share the machine's files and processors. Only root can make them.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,13 +15,9 @@ from typing import Self
 
 from tests.train.launch import MAIN, ROOT, environment, free_port
 
-NEEDS = ("ip", "tc", "taskset")
+NEEDS = ("ip", "taskset")
 DEVICE = "exgrpo0"
 """The network device of each host."""
-BURST_SECONDS = 1.5e-3
-"""What passes a limited cable in this time may pass at once: the kernel does not look at single frames."""
-QUEUE = 2**23
-"""Bytes that may wait before a limited cable: more than TCP sends before it hears something, so that none is lost."""
 
 
 def missing() -> str | None:
@@ -58,7 +53,6 @@ class Hosts:
         self._switch = f"exgrpo{tag}s"
         net = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
         self.addresses = [f"{net}.{number + 1}" for number in range(count)]
-        self._cables: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -71,8 +65,6 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for host in list(self._cables):
-            self._shorten(host)
         for host, name in enumerate(self._names):
             with suppress(subprocess.CalledProcessError):
                 self.kill(host)
@@ -107,58 +99,6 @@ class Hosts:
     def restore(self, host: int) -> None:
         """Put the cable in again."""
         run("ip", "-n", self._names[host], "link", "set", DEVICE, "up")
-
-    def limit(self, host: int, *, seconds: float = 0.0, megabits: float | None = None) -> None:
-        """Let a host have another cable, in the place of the one that it had.
-
-        Args:
-            host: its number.
-            seconds: for which a frame is under way, in each direction.
-            megabits: that pass in a second, in each direction; None: as many as the machine moves.
-        """
-        port = f"port{host}"
-        self._shorten(host)
-        if seconds:
-            near, far = f"near{host}", f"far{host}"
-            inside = ("ip", "-n", self._switch, "link")
-            run(*inside, "add", near, "type", "veth", "peer", "name", far)
-            run(*inside, "set", port, "nomaster")
-            run(*inside, "set", near, "up")
-            run(*inside, "set", far, "master", "bridge", "up")
-            words = [sys.executable, "-m", "tests.train.cable", port, near, str(seconds)]
-            command = ["ip", "netns", "exec", self._switch, *words]
-            self._cables[host] = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-            self._cables[host].stdout.readline()  # it is connected
-        for namespace, device in ((self._names[host], DEVICE), (self._switch, port)):
-            subprocess.run(
-                ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True, check=False
-            )
-            if megabits is not None:
-                rate = (
-                    "rate",
-                    f"{megabits * 1e6:.0f}bit",
-                    "burst",
-                    f"{megabits * 1e6 / 8 * BURST_SECONDS:.0f}",
-                    "limit",
-                    str(QUEUE),
-                )
-                run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
-
-    def _shorten(self, host: int) -> None:
-        """Connect a host with the switch, without what delays its frames."""
-        cable = self._cables.pop(host, None)
-        if cable is None:
-            return
-        cable.kill()
-        cable.wait(10)
-        run("ip", "-n", self._switch, "link", "delete", f"near{host}")
-        run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
-
-    def counted(self, host: int) -> tuple[int, int]:
-        """Bytes that a host has received and sent so far, with the headers of frames."""
-        text = run("ip", "-n", self._names[host], "-j", "-s", "link", "show", DEVICE)
-        of_device = json.loads(text)[0]["stats64"]
-        return of_device["rx"]["bytes"], of_device["tx"]["bytes"]
 
     def processes(self, host: int) -> list[int]:
         """Return the processes of a host."""

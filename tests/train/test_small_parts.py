@@ -1,7 +1,6 @@
 """Seeds, the sharing of work, files and the screen."""
 
 import io
-import json
 import math
 
 import numpy as np
@@ -14,8 +13,6 @@ from rich.console import Console
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.metrics.display import COLUMNS, Display
-from exgrpo.train.metrics.log_files import Sample, SampledAnswer, read_samples
-from exgrpo.train.metrics.run_log import RunLog
 
 
 def test_seeds_differ_by_purpose_and_number_and_repeat():
@@ -40,17 +37,6 @@ def test_shares_join_to_the_whole_in_order(size, items):
             return shares
 
     assert Gathering(0, size, torch.device("cpu"), None).join(shares[0]) == items
-
-
-def test_metrics_are_json_and_flushed_at_once(tmp_path):
-    log = RunLog(tmp_path)
-    log.metrics("training", {"step": 1, "reward": 0.5, "replayed_ratio": math.nan})
-    written = {"step": 1, "kind": "training", "reward": 0.5, "replayed_ratio": None}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == written
-    answer = SampledAnswer((("policy", "two"),), 1.0, True, 2)
-    log.sample(sample := Sample(1, 0, "What is 1 + 1?", "2", False, (answer,)))
-    assert list(read_samples(tmp_path / "samples.jsonl")) == [sample]
-    log.close()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

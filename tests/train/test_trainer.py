@@ -171,6 +171,8 @@ def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key)
             np.testing.assert_array_equal(row.token, best.response)
     assert result.metrics["replayed"] == 4
     assert any(len(candidates) > 1 for candidates in stored.values())
+    compared = [batch for batch, _ in trainer.policy.scored if len(batch) and batch.replayed.all()]
+    assert len(compared) == (0 if rule == "shortest" else 3), "one pass over the candidates of all questions"
 
 
 def test_replay_and_collection_begin_one_step_after_the_threshold_is_passed():

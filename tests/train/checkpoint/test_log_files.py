@@ -1,7 +1,6 @@
 """Logs that lost their end or hold rubbish: that is named, and what is sound is read."""
 
 import json
-import os
 
 import pytest
 
@@ -43,18 +42,3 @@ def test_a_log_that_has_lost_its_end_is_named_and_goes_on_behind_it(tmp_path, ca
     cut = [record.step for record in read_records(tmp_path / METRICS)[0]]
     read = [sample.step for sample in read_samples(tmp_path / SAMPLES)]
     assert (cut, read) == (([1, 3], [1, 2, 3]) if name == METRICS else ([1, 2, 3], [1, 3]))
-
-
-def test_a_position_is_on_disk(tmp_path, monkeypatch):
-    forced, fsync = set(), os.fsync
-
-    def record(descriptor):
-        forced.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
-    log = RunLog(tmp_path)
-    log.metrics("training", {"step": 1, "reward": 0.5})
-    log.position()
-    log.close()
-    assert forced >= {(tmp_path / name).stat().st_ino for name in (METRICS, SAMPLES)}

@@ -1,17 +1,19 @@
-"""The buffer on disk: exact, written once, checked."""
+"""The buffer in memory, in files of tokens and on disk: exact, written once, checked."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
 from exgrpo.train.common.columns import columns_of
+from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import AllowedTokens, Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import blocks
+from exgrpo.train.replay import table as table_module
 from exgrpo.train.replay.table import Table, pack
 from tests.train.batches import lists
 
@@ -49,15 +51,24 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return plain and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """So that tables are tidied within a few rows, and tokens lie in several blocks."""
+    monkeypatch.setattr(table_module, "FEWEST", 4)
+    monkeypatch.setattr(blocks, "FEWEST", 4)
+    monkeypatch.setattr(blocks, "MOST", 16)
+
+
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=6), st.booleans())
-@settings(max_examples=40)
-def test_what_is_alive_comes_back_in_order(tmp_path_factory, history, reopen):
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_alive_comes_back_in_order(few, tmp_path_factory, history, reopen):
     folder = tmp_path_factory.mktemp("store")
     store, alive, table, seed = ExperienceStore(folder), [], Table(100), 0
     for added, removed in history:
         new = [trajectory(seed + i, seed + i) for i in range(added)]
         removed = min(removed, len(alive))
         table.remove(table.rows()[:removed])
+        table.tidy()
         add(table, new)
         alive = alive[removed:] + new
         seed += added
@@ -96,15 +107,6 @@ def test_a_full_block_is_written_once_and_goes_with_its_answers(tmp_path, monkey
     assert not set(file_names(last)) & set(unchanged)
     store.remove_unused(set(file_names(last)))
     assert all(map(same, ExperienceStore(tmp_path).load(last), made[50:]))
-
-
-def test_a_file_that_was_lost_is_written_again(tmp_path):
-    store, answers = ExperienceStore(tmp_path), pack([trajectory(i, i) for i in range(9)])
-    (name,) = file_names(store.save(answers))
-    (tmp_path / f"{name}.safetensors").unlink()
-    index = store.save(answers)
-    assert file_names(index) == [name]
-    assert all(map(same, ExperienceStore(tmp_path).load(index), answers))
 
 
 def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypatch):
@@ -159,3 +161,44 @@ def test_tokens_are_loaded_into_files(tmp_path):
     assert all(map(same, loaded, answers))
     for name in columns_of("group", "row", stored=True):
         assert loaded.columns[name].tolist() == answers.columns[name].tolist()
+
+
+def test_tokens_take_at_most_twice_the_room_of_what_is_left(few):
+    """And a block that is being filled; a window of answers moves on for a long time."""
+    table, rng = Table(1), np.random.default_rng(0)
+    for number in range(2000):
+        add(table, [trajectory(0, number)])
+        rows = table.rows()
+        table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
+        table.tidy()
+        room = sum(one.room for one in table.blocks.contents.values())
+        assert room <= 2 * table.column("length").sum() + blocks.MOST
+
+
+def test_tokens_in_files_are_those_in_memory(few, tmp_path):
+    table, made = Table(2, tmp_path), [trajectory(number % 2, number) for number in range(40)]
+    add(table, made)
+    before = table.stored()
+    table.remove(table.rows()[::2])
+    table.tidy()
+    assert all(map(same, table.stored(), made[1::2]))
+    assert all(map(same, before, made)), "what leaves later does not change it"
+    columns = [one.columns for one in table.blocks.contents.values()]
+    sets = [one["allowed_tokens"] for one in columns if "allowed_tokens" in one]
+    arrays = [*((one.ids, one.bounds) for one in sets), [one["token"] for one in columns]]
+    assert sets
+    assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
+    assert not list(tmp_path.iterdir()), "they have no names"
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"experience\.folder .*missing: No such file.* name a folder"):
+        blocks.check_folder(tmp_path / "missing")
+    blocks.check_folder(tmp_path)
+    blocks.check_folder(None)
+
+
+def test_a_replay_of_a_row_that_is_named_twice_counts_twice():
+    table = Table(1)
+    add(table, [trajectory(0, 0)])
+    assert table.replayed(np.repeat(table.rows(), 2)).tolist() == [2, 2]

@@ -1,8 +1,6 @@
 """What a person can mend is one line of a program; what is broken in the code is a traceback."""
 
 import inspect
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,8 +130,3 @@ def test_a_backend_that_does_not_exist_is_named_before_anything_is_loaded():
     config = configured({"policy": {"kernel_backend": "fast"}})
     with ExitStack() as resources, pytest.raises(ConfigError, match=r"policy.kernel_backend: .*expected auto, .*torch"):
         run.Run(config, SimpleNamespace(), ALONE, resources)
-
-
-def test_the_family_needs_no_torch():
-    program = "import sys, exgrpo.train.common.errors; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -65,19 +65,6 @@ def test_one_source_or_several(tmp_path):
         assert load_recipe(tmp_path / "config.yaml") == config
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data.train_weights", "1"], "data.train_weights has 1 numbers and data.train 2 sources: give one number"),
-        (["--data.train_weights", "1", "0"], "data.train_weights.1: Input should be greater than or equal to"),
-        (["--data.test"], "data.test: Value should have at least 1 item"),
-    ],
-)
-def test_weights_and_sources_that_cannot_be(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_args(["--policy.path=m", "--data.train", "a", "b", *arguments])
-
-
 @pytest.mark.parametrize("missing", [OWN[:1], OWN[1:]])
 def test_an_own_run_needs_a_model_and_questions(missing):
     name = "--data.train" if missing == OWN[:1] else "--policy.path"
@@ -100,20 +87,6 @@ def test_what_is_sampled_from_in_training_changes_no_evaluation(tmp_path):
     assert {asked.top_p for asked in held_out_sets(config).values()} == {1.0}
     assert parse_args(["--evaluation.top_p", "0.9"]).rollout.cut == {}
     assert parse_args(["--rollout.top_k", "20", "--rollout.engine", "vllm"]).rollout.cut["top_k"] == 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not return: leave them out"),
-        (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k with vLLM"),
-        (["--rollout.top_p", "0"], "rollout.top_p: Input should be greater than 0"),
-        (["--rollout.min_p", "1"], "rollout.min_p: Input should be less than 1"),
-    ],
-)
-def test_words_that_cannot_be_left_or_told_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_args(arguments)
 
 
 def test_latex_is_no_line_break_and_a_tilde_is_the_home_folder(tmp_path):
@@ -145,10 +118,7 @@ def test_overrides_beat_the_recipe_and_the_recipe_beats_the_defaults(tmp_path):
         ("optimizer.min_lr: 1.0e-5", r"min_lr \(1e-05\): a linear or cosine schedule falls to it from lr \("),
         ("optimizer.micro_batch_tokens: 100", "optimizer.micro_batch_tokens .* one sequence must fit"),
         ("rollout.max_tokens: 70000", "rollout.batch_tokens .* one sequence must fit"),
-        (
-            "objective.train_on: hard\nexperience.bucket_by: reward_deviation",
-            "objective.train_on=hard is a band of success rates",
-        ),
+        ("objective.train_on: hard\nexperience.bucket_by: reward_deviation", "objective.train_on=hard is a band of"),
     ],
 )
 def test_bad_values_are_named(tmp_path, text, message):
@@ -190,6 +160,16 @@ def test_recipes_that_cannot_be_read_are_named(tmp_path, text, message):
         (["--optimizer.lr", "fast"], "--optimizer.lr"),
         (["--optimizer.lr=-1"], "command line: optimizer.lr: Input should be greater than 0"),
         (["--optimizer.minibatches", "65"], "exceeds questions"),
+        (
+            ["--data.train_weights", "1", "2"],
+            "data.train_weights has 2 numbers and data.train 1 sources: give one number",
+        ),
+        (["--data.train_weights", "0"], "data.train_weights.0: Input should be greater than or equal to"),
+        (["--data.test"], "data.test: Value should have at least 1 item"),
+        (["--rollout.min_p", "0.1", "--rollout.servers", "http://a:1"], "which servers do not return: leave them out"),
+        (["--rollout.top_p", "0.9", "--rollout.engine", "vllm"], "need rollout.top_k with vLLM"),
+        (["--rollout.top_p", "0"], "rollout.top_p: Input should be greater than 0"),
+        (["--rollout.min_p", "1"], "rollout.min_p: Input should be less than 1"),
     ],
 )
 def test_bad_options_are_told_in_one_line(capsys, arguments, message):

@@ -178,38 +178,12 @@ def test_overrides_that_are_no_values_are_one_line():
     assert "\n" not in str(error.value)
 
 
-class Rude:
-    def __repr__(self):
-        raise SystemExit(7)
-
-
-class RudeError(Exception):
-    def __str__(self):
-        raise ValueError("no")
-
-
-def test_what_a_message_shows_is_short_and_always_there(capsys):
+def test_what_a_message_shows_is_short_and_on_one_line(capsys):
     assert shown("a\nb") == r"'a\nb'"
-    assert shown(ValueError("a\n  b")) == "a b"
-    assert "(100002 characters)" in shown("x" * 100_000)
-    assert shown(3.5) == "3.5"
-    assert shown(None) == "None"
-    assert shown(RudeError()) == "<RudeError that cannot be printed>"
-    for value in (
-        "x" * 100_000,
-        ["x"] * 100_000,
-        10**4000,
-        ValueError("x" * 100_000),
-        Rude(),
-        [[[[[[[[1]]]]]]]],
-        RudeError(),
-    ):
+    for value in ("x" * 100_000, ["x"] * 100_000, 10**4000, ValueError("x" * 100_000), [[[[[[[[1]]]]]]]]):
         assert 0 < len(shown(value)) <= errors.SHOWN
-    assert cut("abc", 3) == "abc"
     long = cut("head" + "x" * 1000 + "tail", 100)
-    assert len(long) == 100
-    assert (long[:4], long[-4:]) == ("head", "tail")
-    assert "(1008 characters)" in long
+    assert (len(long), long[:4], long[-4:]) == (100, "head", "tail")
     assert errors.printable("é \n\x1b[2J\u202e\ud800") == "é \n\\x1b[2J\\u202e\\ud800"
     errors.print_error(ConfigError("x" * 100_000 + ": do this"))
     printed = capsys.readouterr().err

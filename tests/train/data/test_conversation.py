@@ -55,10 +55,7 @@ def test_without_a_template_there_are_no_turns(tmp_path):
         (TURNS[:2], "the last message of the question must be of the user, and it is of the assistant"),
         ([SYSTEM], "and it is of the system"),
         (["text"], "message 1 of the question must be {role, content} with texts, got 'text'"),
-        (
-            [*TURNS[:2], {"role": "user", "content": None}],
-            "message 3 of the question must be {role, content} with texts",
-        ),
+        ([*TURNS[:2], {"role": "user", "content": None}], "message 3 of the question must be {role, content} with"),
         ([TURNS[0], SYSTEM, TURNS[2]], "message 2 of the question has the role 'system': it must be user or assistant"),
         ([{"role": "tool", "content": "1"}, TURNS[0]], "message 1 of the question has the role 'tool'"),
         ([{"role": "user", "content": " "}], "the question is empty"),

@@ -118,26 +118,14 @@ def test_malformed_rows_are_reported_together_with_file_and_line(tmp_path):
         ("a.txt", b"question,answer", "unknown kind of file; known are .jsonl, .json, .parquet, .csv"),
         ("a.csv", b"", "the data set is empty"),
         ("a.csv", b"question,answer\n", "the data set is empty"),
-        (
-            "a.csv",
-            b"Frage;Antwort\nq;1\n",
-            "has none of the columns prompt, question, problem; it has Frage, Antwort: --data.columns",
-        ),
+        ("a.csv", b"Frage;Antwort\nq;1\n", "has none of the columns .* it has Frage, Antwort: --data.columns"),
         ("a.csv", b'"question,answer\nq,1\n', "the line of its columns is not valid CSV"),
         ("a.csv", b"question,answer\nq,\xff\n", "line 2 is not UTF-8"),
         ("a.csv", b"question,answer,question\nq,1,p\n", "has more than one column 'question'"),
         ("a.jsonl", b"[" * 100_000, "1 of 1 rows are malformed:\n.*line 1: not valid JSON: it is nested"),
         ("a.json", b"[" * 100_000, "not valid JSON: it is nested too deeply"),
-        (
-            "a.jsonl",
-            b'{"question": "q", "answer": ' + b"9" * 5000 + b"}",
-            "1 of 1 rows are malformed:\n.*line 1: not valid JSON: Exceeds",
-        ),
-        (
-            "a.jsonl",
-            b'{"question": "\\ud800", "answer": "1"}',
-            "1 of 1 rows are malformed:\n.*JSON: it holds half of a surr",
-        ),
+        ("a.jsonl", b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "1 of 1 rows are malformed:\n.*line 1: not"),
+        ("a.jsonl", b'{"question": "\\ud800", "answer": "1"}', "1 of 1 rows are malformed:\n.*JSON: .* half of a surr"),
     ],
 )
 def test_unreadable_files_are_named(tmp_path, name, content, message):
@@ -224,18 +212,10 @@ def test_hub_names_go_to_datasets(monkeypatch):
         load("owner/name", TOKENIZER, max_prompt_tokens=100)
 
 
-def test_builtin_problems(monkeypatch):
-    def generate(split, count, seed):
-        return [types.SimpleNamespace(question=f"{split} {seed} {i}", answer=str(i)) for i in range(count)]
-
-    monkeypatch.setattr("exgrpo.train.data.tasks.arithmetic.generate", generate)
-    loaded = load("builtin:arithmetic", TOKENIZER, split="test", limit=3, seed=5, max_prompt_tokens=100)
-    assert [(q.text, q.gold, q.source) for q in loaded] == [(f"test 5 {i}", str(i), "arithmetic") for i in range(3)]
+def test_builtin_problems_need_a_limit_and_a_known_name():
     with pytest.raises(ValueError, match="needs a limit"):
         load("builtin:arithmetic", TOKENIZER, max_prompt_tokens=100)
-    with pytest.raises(
-        ValueError, match="'builtin:algebra'; there is builtin:arithmetic, builtin:c.*, builtin:countdown$"
-    ):
+    with pytest.raises(ValueError, match="'builtin:algebra'; there is builtin:arithmetic, builtin:colouring"):
         load("builtin:algebra", TOKENIZER, limit=3, max_prompt_tokens=100)
 
 
@@ -293,11 +273,7 @@ def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     ("tokenizer", "options", "message"),
     [
         (BASE_TOKENIZER, {}, "no chat template: use chat=False"),
-        (
-            TOKENIZER,
-            {"prompt_format": "Solve it."},
-            "does not contain {question}, and is no name of a prompt: reasoning_gym",
-        ),
+        (TOKENIZER, {"prompt_format": "Solve it."}, "does not contain {question}, and is no name of a prompt:"),
         (TOKENIZER, {"prompt_format": "{question} \\boxed{}"}, r"has the field {}.*braces are doubled"),
         (TOKENIZER, {"prompt_format": "{quest}"}, "has the field {quest}"),
         (TOKENIZER, {"prompt_format": "{question"}, "literal braces are doubled"),

@@ -52,10 +52,7 @@ def test_row_formats(row, question, gold):
 BAD_ROWS = [
     ([1, 2], "expected an object, got a list of 2"),
     ({"text": "x"}, "has none of prompt, question, problem; its keys are text"),
-    (
-        {"question": "q", "final": "1"},
-        "neither answer nor solution; its keys are question, final .--data.columns quest",
-    ),
+    ({"question": "q", "final": "1"}, "neither answer nor solution; its keys are question, final .--data.columns"),
     ({"question": 5, "answer": "1"}, "the question must be text, got int 5"),
     ({"question": " ", "answer": "1"}, "the question is empty"),
     ({"question": "q", "answer": True}, "answer must be text, a finite number"),

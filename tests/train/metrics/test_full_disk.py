@@ -1,6 +1,5 @@
 """A disk that is full: one line that names the file and the way on, and what was written stays."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from exgrpo.train.common import distributed, process
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Sample
 from exgrpo.train.metrics.run_log import RunLog, TensorBoard
-from exgrpo.train.run import recorder
 from exgrpo.train.run.model_folder import write_model
 from tests.train.fakes import LoneWorld
 
@@ -31,22 +29,6 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
     log.close()
 
 
-def test_what_was_written_before_stays(tmp_path, monkeypatch):
-    log = RunLog(tmp_path)
-    log.metrics("training", {"step": 1, "reward": 0.5})
-    position = log.position()
-    with open(FULL, "a") as full:
-        monkeypatch.setattr(log, "_metrics", full)
-        with pytest.raises(OutputError):
-            log.metrics("training", {"step": 2, "reward": 0.5})
-        log.close()
-    again = RunLog(tmp_path, resume=position)
-    again.metrics("training", {"step": 2, "reward": 0.25})
-    again.close()
-    lines = (tmp_path / METRICS).read_text().splitlines()
-    assert [json.loads(line)["reward"] for line in lines] == [0.5, 0.25]
-
-
 def test_a_log_that_cannot_be_brought_to_disk_is_named(tmp_path, monkeypatch):
     log = RunLog(tmp_path)
 
@@ -57,23 +39,6 @@ def test_a_log_that_cannot_be_brought_to_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=rf"/{METRICS} {WAY_ON}"):
         log.position()
     log.close()
-
-
-def test_all_ranks_hear_of_it(tmp_path):
-    (tmp_path / METRICS).symlink_to(FULL)
-    told = []
-
-    class Watched(LoneWorld):
-        def gather(self, value):
-            told.append(value)
-            return [value]
-
-    made = object.__new__(recorder.Recorder)
-    made._world, made._next, made._log = Watched(), {}, RunLog(tmp_path)
-    with pytest.raises(OutputError):
-        made.record("training", {"step": 1})
-    assert isinstance(told[-1], OutputError)
-    made._log.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

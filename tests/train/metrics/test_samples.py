@@ -9,7 +9,7 @@ import pytest
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.metrics.log_files import SAMPLES, Sample, SampledAnswer, read_samples, to_line
 from exgrpo.train.rollout.stops import parts_of, text_of, turns_of
-from exgrpo.train.run.recorder import Recorder, spread, written_groups
+from exgrpo.train.run.recorder import Recorder
 from tests.train.trainers import half, make
 
 STEPS = 12
@@ -100,20 +100,6 @@ def test_a_run_that_goes_on_writes_the_same_bytes(tmp_path, cut):
         for step in range(cut + 1, STEPS + 1):
             record.step(step, of_steps[step - 1])
     assert (tmp_path / "resumed" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("groups", "count", "expected"),
-    [(0, 2, []), (5, 0, []), (1, 2, [0]), (5, 1, [0]), (5, 2, [0, 4]), (5, 3, [0, 2, 4]), (3, 9, [0, 1, 2])],
-)
-def test_positions_are_spread_from_the_first_to_the_last(groups, count, expected):
-    assert spread(groups, count) == expected
-
-
-def test_a_question_that_comes_twice_in_a_step_is_followed_in_both_groups():
-    tracked = set()
-    assert written_groups([7, 3, 7], [0], tracked, 1) == [0, 2]
-    assert written_groups([3, 4, 7], [1], tracked, 1) == [1, 2]
 
 
 def decode(tokens):

@@ -10,8 +10,6 @@ from exgrpo.train.common.records import Counts, EngineCounts, Failure
 from exgrpo.train.metrics.soundness import Soundness, overflowed
 from exgrpo.train.rollout.answers import RolloutWorker
 from tests.train.fakes import ScriptedGrader
-from tests.train.launch import MAIN, launch
-from tests.train.run.test_run import SMALL, records
 from tests.train.trainers import half, make
 
 
@@ -42,16 +40,6 @@ def test_three_steps_in_a_row_with_more_failures_than_are_borne_end_the_run(most
     assert next(iter(stops), None) == expected
 
 
-def test_the_cause_that_is_told_is_the_most_frequent_one_with_its_remedy():
-    soundness = Soundness(0.5)
-    steps = [ten(failed=2, slow=5), ten(failed=4, slow=4), ten(failed=6, slow=2)]
-    assert [soundness.observe(counts, (True,)) for counts in steps] == [None] * 3
-    assert soundness.problem(steps[-1]) == (
-        "in each of the last 3 steps more than 50% of the answers could not be graded, 80% in the last one: reward "
-        "'r': KeyError: 1. Fix the function, or tolerate more by --reward.max_failed"
-    )
-
-
 def test_steps_that_overflow_fp16_are_told_with_their_loss_scales():
     def step(applied, scale):
         return SimpleNamespace(applied=applied, loss_scale=scale)
@@ -80,31 +68,6 @@ def test_a_training_step_says_which_of_its_optimiser_steps_were_applied():
     trainer = make(half(30))
     applied = [trainer.step(number).applied for number in (1, 2, 3)]
     assert applied == [(True, True), (False, True), (True, False)]  # the recording policy skips every third
-
-
-def test_a_run_whose_gradients_are_not_finite_says_so_and_stops(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import dataclasses\n"
-        "from exgrpo.train.policy.surrogate import clipped\n"
-        "def surrogate(tokens, options):\n"
-        "    fresh = clipped(tokens, options)\n"
-        "    return dataclasses.replace(fresh, value=fresh.value * float('nan'))\n"
-    )
-    done = launch(
-        MAIN,
-        *(*SMALL, "--optimizer.minibatches=4", f"--objective.surrogate={tmp_path}/mine.py:surrogate"),
-        f"--output.folder={tmp_path}/runs",
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "3 optimiser steps in a row were skipped" in " ".join(done.stdout.split())
-    error = done.stderr.strip().splitlines()[-1]
-    run = tmp_path / "runs" / "small"
-    stopped = records(run)[-1]["step"]
-    assert records(run)[-1]["skipped_updates"] >= 10
-    assert error.startswith("error: the last ")
-    assert f"To go on after step {stopped}: " in error
-    assert error.endswith(f" --resume {run}")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])

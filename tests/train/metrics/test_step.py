@@ -6,22 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from exgrpo.kernels import PolicyLoss
-from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.objective import MethodOptions
-from exgrpo.train.policy.layout import Padded, schedule
-from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.update import (
     BINS,
     NEAR_ZERO,
     PERCENT,
     RESOLUTION,
-    Tally,
     UpdateStats,
     count_log_ratios,
     log_ratio_quantiles,
 )
-from tests.train.batches import Row, make_batch
 from tests.train.fakes import fake_score
 from tests.train.trainers import half, make
 
@@ -59,64 +52,6 @@ def test_extremes_count_at_the_ends_and_what_is_no_number_nowhere():
     assert quantiles["q50"] == 0
     assert quantiles["q99"] == pytest.approx(20, rel=0.01)
     assert all(math.isnan(value) for value in log_ratio_quantiles(counted([])).values())
-
-
-class GatheringWorld:
-    """Ranks that report one after the other: the last one has gathered what all of them hold."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.held = []
-
-    def gather(self, value):
-        self.held.append(value)
-        return self.held
-
-
-def rows(count: int) -> StepBatch:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 30, count)
-    groups = [
-        (1, [Row(response=rng.integers(3, 9, n), log_prob=rng.normal(-1, 1, n), replayed=i % 3 == 0)])
-        for i, n in enumerate(lengths)
-    ]
-    batch = make_batch(groups, advantage=np.ones(count))
-    batch.fill(ratio_log_prob=batch.old_log_prob)
-    return batch
-
-
-def stats(batch: StepBatch, *, budget: int, ranks: int, beta: float | None) -> UpdateStats:
-    """Of an update after which the log-prob of every token is -0.9."""
-    world = GatheringWorld(ranks)
-    for share in schedule((batch.length + 1).tolist(), budget, ranks):
-        tally = Tally(LossTerms(MethodOptions(), 1.0, term="shaped" if beta else "ratio"))
-        for numbers in share:
-            micro = Padded().rows(batch.take(np.array(numbers, np.int64)), torch.device("cpu"))
-            log_prob = torch.where(micro.target >= 0, -0.9, 0.0)
-            ratio = torch.where(micro.target >= 0, (log_prob - micro.old_log_prob).exp(), 0.0)
-            nothing = torch.zeros_like(ratio)
-            tally.add(micro, PolicyLoss(torch.zeros(()), log_prob, nothing, ratio, nothing))
-        result = tally.stats(world, grad_norm=1.0, applied=True)
-    return result
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("budget", [40, 128, 10**6])
-def test_counts_depend_neither_on_packing_nor_on_ranks(budget, ranks):
-    batch = rows(40)
-    ours = stats(batch, budget=budget, ranks=ranks, beta=0.1)
-    assert torch.equal(ours.log_ratios, stats(batch, budget=32, ranks=1, beta=0.1).log_ratios)
-    for replayed in (False, True):
-        part = batch.take(batch.replayed == replayed)
-        log_ratios = -0.9 - part.old_log_prob.astype("d")
-        assert int(ours.log_ratios[int(replayed)].sum()) == len(log_ratios)
-        exact = np.quantile(log_ratios, np.array(PERCENT) / 100, method="inverted_cdf")
-        quantiles = list(log_ratio_quantiles(ours.log_ratios[int(replayed)].numpy()).values())
-        np.testing.assert_allclose(quantiles, exact, rtol=0.0102, atol=1.1e-5)
-    ratio = np.exp(log_ratios)
-    assert ours.replayed_weight == pytest.approx((ratio / (ratio + 0.1)).mean(), rel=1e-5)
-    plain = stats(batch, budget=budget, ranks=ranks, beta=None)
-    assert plain.replayed_weight == plain.replayed_ratio == pytest.approx(ratio.mean(), rel=1e-5)
 
 
 def test_quantiles_of_a_step_are_over_all_its_updates(monkeypatch):

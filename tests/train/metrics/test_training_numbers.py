@@ -7,19 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
-from exgrpo.kernels import PolicyLoss
 from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.metrics.display import COLUMNS
-from exgrpo.train.metrics.step import _entropy_gap
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
-from exgrpo.train.policy.layout import Padded
-from exgrpo.train.policy.loss import LossTerms
-from exgrpo.train.policy.update import Tally
 from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
 from tests.train.batches import Row, make_batch, rows_of
-from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
 from tests.train.shapes import SMALL
 from tests.train.trainers import K, half, make
@@ -98,22 +91,6 @@ def test_parts_of_rewards_have_means_over_the_answers_that_have_them():
         assert metrics[f"reward_part/{name}"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("weighed", [False, True])
-def test_tokens_with_a_gradient_have_an_advantage_and_are_not_clipped(weighed):
-    lengths, advantages, clipped_tokens = (3, 5, 7), (1.0, 0.0, -0.5), 2
-    batch = make_batch([(0, [Row(response=range(n)) for n in lengths])], advantage=advantages)
-    batch.fill(ratio_log_prob=np.zeros(sum(lengths)))
-    if weighed:
-        batch.fill(factor=np.ones(sum(lengths)))
-    micro = Padded().rows(batch, torch.device("cpu"))
-    nothing = torch.zeros(micro.target.shape)
-    clipped = torch.zeros(micro.target.shape)
-    clipped[2, micro.target[2] >= 0] = torch.arange(7.0).lt(clipped_tokens).float()
-    tally = Tally(LossTerms(MethodOptions(), 1.0))
-    tally.add(micro, PolicyLoss(torch.zeros(()), nothing, nothing, nothing, clipped))
-    assert tally.stats(LoneWorld(), grad_norm=1.0, applied=True).gradient_tokens == 3 + 7 - clipped_tokens
-
-
 def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(monkeypatch):
     trainer = make(half(20))
     update = trainer.policy.update
@@ -126,24 +103,6 @@ def test_the_fraction_of_tokens_with_a_gradient_is_of_fresh_and_replayed_ones(mo
     tokens = sum(minibatch.batch.length.sum() for minibatch, _ in trainer.policy.updates)
     assert metrics["gradient_tokens"] == 10
     assert metrics["gradient_token_fraction"] == pytest.approx(10 / tokens)
-
-
-def test_the_entropy_gap_is_that_of_answers_to_the_same_question():
-    def gap(*groups):
-        rows = [(i, [Row(reward) for reward in rewards]) for i, (rewards, *_) in enumerate(groups)]
-        entropy = np.ravel([entropies for _, *entropies in groups]).astype(np.float32)
-        return _entropy_gap(make_batch(rows), entropy)
-
-    first = ((1, 0, 0), (0.1, 0.3), (0.5, 0.7), (0.9, 1.1))  # 0.2 of the right one, 0.8 of the wrong ones
-    second = ((0, 0.4, 0.4), (0.2, 0.2), (0.4, 0.4), (0.6, 0.6))  # by the mean, whatever a success is
-    alike = ((1, 1, 1), (9, 9), (9, 9), (9, 9))
-    assert gap(first, alike) == pytest.approx(0.6)
-    without = ((1, 0, 0), (0.1, 0.3), (np.nan, np.nan), (0.9, 1.1))  # an answer that is not scored does not count
-    assert gap(without) == pytest.approx(0.8)
-    one_side = ((1, 0, 0), (np.nan, np.nan), (0.5, 0.7), (0.9, 1.1))
-    assert gap(first, one_side) == pytest.approx(0.6)
-    assert gap(first, second, alike) == pytest.approx((0.6 - 0.3) / 2)
-    assert np.isnan(gap(alike))
 
 
 def documented() -> set[str]:

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.kernels import group_advantage
-from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.batch import IGNORED, MiniBatch, build_minibatches
-from exgrpo.train.policy.layout import Packed, Padded, schedule
+from exgrpo.train.policy.layout import Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
 from exgrpo.train.replay.advantages import fill_advantages, group_advantages
-from exgrpo.train.replay.contract import PRESENT
 from tests.train.batches import Row, make_batch
 
 CPU = torch.device("cpu")
@@ -47,15 +45,6 @@ def test_mixed_group_shares_one_mean():
         batch = with_advantages([*fresh, row(2, 1.0, replayed=True)])
         expected = [(7 - right) / 8] * right + [-(right + 1) / 8] * (7 - right) + [(7 - right) / 8]
         np.testing.assert_allclose(batch.advantage, expected, atol=1e-7)
-
-
-def test_rows_with_a_stored_advantage_keep_it_and_do_not_count_in_the_mean():
-    replayed = [row(2, 1.0, replayed=True, stored_advantage=0.25), row(2, 1.0, replayed=True)]
-    batch = with_advantages([row(2, 1.0), row(2, 0.0), *replayed], [row(2, 1.0), row(3, 0.0)])
-    np.testing.assert_allclose(batch.advantage, [1 / 3, -2 / 3, 0.25, 1 / 3, 0.5, -0.5], atol=1e-7)
-    batch.fill(trained=np.array([1]))
-    fill_advantages(batch, ObjectiveConfig())
-    np.testing.assert_array_equal(batch.advantage, [np.nan] * 4 + [0.5, -0.5])
 
 
 @pytest.mark.parametrize(("normalize", "normalizer"), [("constant", 4 * 50.0), ("token", 14.0), ("sequence", 4.0)])
@@ -105,46 +94,6 @@ def test_schedule_covers_every_row_once_within_the_budget(lengths, budget, ranks
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-def test_collated_targets_sit_one_position_before_their_token():
-    prompts, responses = ([1, 2, 3], [6]), ([4, 5], [7, 8, 9, 10])
-    batch = StepBatch.from_answers(
-        [np.array(prompt, np.int32) for prompt in prompts],
-        [Rollout(np.array(response, np.int32), finished=True) for response in responses],
-    )
-    batch.fill(replayed=[False, True], advantage=[0.5, -1.0], ratio_log_prob=[-1, -2, -3, -3, -3, -3])
-    tensors = Padded().rows(batch, CPU)
-    assert tensors.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
-    assert tensors.target.tolist() == [[IGNORED, IGNORED, 4, 5], [7, 8, 9, 10]]
-    assert tensors.old_log_prob.tolist() == [[0, 0, -1, -2], [-3, -3, -3, -3]]
-    assert tensors.advantage.tolist() == [[0, 0, 0.5, 0.5], [-1.0] * 4]
-    assert tensors.replayed.tolist() == [[False] * 4, [True] * 4]
-    assert tensors.lengths.tolist() == [2, 4]
-    assert tensors.reference_log_prob is None
-    assert Padded().places(batch).tolist() == [2, 3, 4, 5, 6, 7]
-    plain = Padded().tokens(batch, CPU)
-    assert torch.equal(plain.tokens, tensors.tokens)
-    assert torch.equal(plain.target, tensors.target)
-
-
-def test_replayed_rows_have_no_reference():
-    batch = with_advantages([row(2, 1.0), row(1, 0.0, replayed=True)])
-    batch.put(np.array([0]), reference_log_prob=np.array([-7.0, -8.0]))
-    assert Padded().rows(batch, CPU).reference_log_prob.tolist() == [[0, -7, -8], [0, 0, 0]]
-    assert Padded().rows(batch.take(np.array([1])), CPU).reference_log_prob is None
-
-
-def test_an_empty_microbatch_has_no_target():
-    none = with_advantages([row(2, 1.0)]).take(np.array([], np.int64))
-    for layout in (Padded(), Packed()):
-        batch = layout.rows(none, CPU)
-        assert batch.segments is None
-        assert batch.tokens.shape == (1, 2)
-        assert (batch.target == IGNORED).all()
-        for values in (batch.old_log_prob, batch.advantage, batch.replayed):
-            assert values.shape == (1, 2)
-            assert not values.any()
-
-
 def test_factors_of_the_step_multiply_the_advantages_of_fresh_tokens():
     batch = with_advantages([row(2, 1.0), row(3, 0.0), row(1, 1.0, replayed=True)])
     minibatch = whole(batch, ObjectiveConfig())
@@ -157,13 +106,6 @@ def test_factors_of_the_step_multiply_the_advantages_of_fresh_tokens():
     expected = np.array([1, 2, 0, 1, 0.5, 1]) * np.repeat(minibatch.batch.advantage, [2, 3, 1])
     torch.testing.assert_close(tensors.advantage[tensors.target != IGNORED], torch.from_numpy(expected).float())
     assert tensors.active == 5
-
-
-def test_without_scores_before_it_ratios_refer_to_the_policy_of_the_update():
-    minibatch = whole(with_advantages([row(2, 1.0), row(3, 0.0, replayed=True)]), ObjectiveConfig())
-    minibatch.refer_to(None)
-    assert (minibatch.batch.ratio_log_prob[:2] == PRESENT).all()
-    np.testing.assert_array_equal(minibatch.batch.ratio_log_prob[2:], minibatch.batch.old_log_prob[2:])
 
 
 def test_rows_that_are_not_learnt_count_and_carry_no_gradient():

@@ -2,7 +2,6 @@
 
 import copy
 from itertools import takewhile
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.common.records import SHARED, AllowedTokens, Rollout, Score, shared_prefix
+from exgrpo.train.common.records import SHARED, AllowedTokens, Rollout, shared_prefix
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.policy import attention, layout
@@ -18,7 +17,6 @@ from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.policy.policy import Policy
 from tests.integrations import tiny
 from tests.train.batches import sets
 
@@ -128,15 +126,6 @@ def test_every_sequence_is_in_one_pass_within_the_budget(shapes, budget, ranks):
         assert len(tensors.target) == sum(shapes[i][1] for i in numbers)
 
 
-def test_a_prompt_is_read_once_and_tokens_stand_where_they_belong():
-    answers = [Rollout(np.array(ids, np.int32), True) for ids in ([1, 2, 3], [4], [5, 6])]
-    tensors = Packed().tokens(StepBatch.from_answers([np.array([7, 8, 9], np.int32)] * 3, answers), CPU)
-    assert tensors.tokens.tolist() == [[7, 8, 9, 1, 2, 5]]
-    assert tensors.target.tolist() == [1, 2, 3, 4, 5, 6]
-    assert tensors.segments.position.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert tensors.segments.source.tolist() == [2, 3, 4, 2, 2, 5]
-
-
 @given(
     st.integers(0, 2 * SHARED), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=2, max_size=5)
 )
@@ -218,22 +207,3 @@ def test_what_a_model_asks_of_attention_beyond_that_is_refused():
         results(model, Packed(), batch, 10**6)
     model.set_attn_implementation("eager")  # since transformers 5.21 that of padded rows refuses it, too
     results(model, Padded(), batch, 10**6)
-
-
-def test_every_rank_has_rows_when_packing_is_tried():
-    """One without any would go on where the attention of the others has no place for segments."""
-    policy, plans = object.__new__(Policy), []
-    text = SimpleNamespace(vocab_size=97)
-    config = SimpleNamespace(_attn_implementation=PACKED, get_text_config=lambda: text)
-    model = SimpleNamespace(config=config, dtype=torch.float32)
-    policy.engine = SimpleNamespace(module=SimpleNamespace(model=model))
-    policy.world, policy.layout = SimpleNamespace(size=8), Padded()
-
-    def score(batch, temperature):
-        plans.append(policy.layout.plan(batch, 64, 8))
-        return Score(*np.zeros((2, len(batch.token)), np.float32))
-
-    policy.score = score
-    assert policy._packs()
-    assert [len(of_rank) for plan in plans for of_rank in plan] == [1] * 16
-    assert all(passes for plan in plans for (passes,) in plan)

@@ -25,8 +25,6 @@ from exgrpo.train.policy.source import find_model
 from tests.integrations import tiny
 from tests.kernels.support import needs_inductor
 from tests.train import tiny as of_trainer
-from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,14 +139,6 @@ def test_a_model_that_does_more_is_refused():
         PolicyModel(shifted)
 
 
-def test_the_kernels_get_the_memory_that_the_configuration_says(tmp_path):
-    of_trainer.save_model(tmp_path, tied=True)
-    options = {"path": str(tmp_path), "dtype": "fp32", "kernel_memory_gib": 0.5}
-    config = configured({"policy": options, "rollout": {"max_tokens": 24}})
-    policy = Policy(config, find_model(config.policy.path), LoneWorld())
-    assert policy.engine.module.logit_map.options(1.0)["memory"] == 1 << 29
-
-
 def policy_of(folder, **options):
     return Policy(of_trainer.config(folder, OBJECTIVE, **options), find_model(str(folder)), ALONE)
 
@@ -170,7 +160,7 @@ def gradients_by_pass(policy):
     policy.engine.train()
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     for minibatch in of_trainer.minibatches(OBJECTIVE):
-        terms = policy.loss.terms(minibatch, clip=True, term="shaped")
+        terms = LossTerms.from_minibatch(minibatch, policy.method, policy.surrogate, ranks=1, clip=True, term="shaped")
         for numbers in policy.layout.plan(minibatch.batch, policy.budget, 1)[0]:
             rows = policy.layout.rows(minibatch.batch.take(np.array(numbers)), torch.device("cpu"))
             found = torch.autograd.grad(policy.engine(rows, terms).loss, parameters)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.config.policy import LoraConfig, with_saved
+from exgrpo.train.policy.update import PERCENT, log_ratio_quantiles
 from tests.train import tiny
 from tests.train.batches import rows_of
 from tests.train.launch import ROOT, completed
@@ -282,15 +283,24 @@ def test_statistics_describe_the_first_step(outcomes, folders):
     objective = ObjectiveConfig(**CASES["tied"]["objective"])
     model = AutoModelForCausalLM.from_pretrained(folders / "tied", dtype=torch.float32)
     found = {False: [], True: []}
-    clipped = 0
+    clipped = gradient_tokens = 0
     minibatch = tiny.minibatches(objective)[0]
     with torch.no_grad():
         for row in rows_of(minibatch.batch):
             ratio = ratios(full_log_probs(model, row, 1.0)[1], row)
             found[bool(row.replayed)] += ratio.tolist()
+            gradient_tokens += len(ratio) * (row.advantage != 0)
             if not row.replayed:
                 clipped += int((ratio > 1.2).sum() if row.advantage > 0 else (ratio < 0.8).sum() * (row.advantage < 0))
     stats = outcomes["tied"]["stats"][0]
+    assert stats["gradient_tokens"] == gradient_tokens - clipped
+    for counts, ratio in zip(stats["log_ratios"].numpy(), map(np.array, (found[False], found[True])), strict=True):
+        assert counts.sum() == len(ratio)
+        exact = np.quantile(np.log(ratio), np.array(PERCENT) / 100, method="inverted_cdf")
+        # Bins are 2 % wide; the ratios of ZeRO-3 and of full logits differ by roundings.
+        np.testing.assert_allclose(list(log_ratio_quantiles(counts).values()), exact, rtol=0.011, atol=1e-4)
+    shaped = np.array(found[True])
+    assert stats["replayed_weight"] == pytest.approx((shaped / (shaped + objective.beta)).mean(), rel=1e-4)
     assert stats["fresh_ratio"] == pytest.approx(np.mean(found[False]), rel=1e-4)
     assert stats["fresh_ratio_max"] == pytest.approx(max(found[False]), rel=1e-4)
     assert stats["replayed_ratio"] == pytest.approx(np.mean(found[True]), rel=1e-4)

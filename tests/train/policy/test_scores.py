@@ -11,7 +11,7 @@ from exgrpo.train.common.records import Rollout
 from exgrpo.train.config.recipe import merged, read_recipe
 from exgrpo.train.replay import Replay
 from tests.train.fakes import fake_score
-from tests.train.trainers import K, half, make, updated
+from tests.train.trainers import K, half, make
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
 
@@ -34,20 +34,6 @@ def metrics_of(result):
 def passes(trainer):
     """How many sequences each pass has scored."""
     return [len(batch) for batch, _ in trainer.policy.scored if len(batch)]
-
-
-def test_the_only_optimiser_step_tells_the_scores():
-    """No pass but its own; its rows refer to the policy itself, and what is stored is that policy's."""
-    trainer = make(half(20), optimizer={"minibatches": 1})
-    metrics = trainer.step(1).metrics
-    assert passes(trainer) == []
-    ((minibatch, _),) = trainer.policy.updates
-    assert np.isposinf(minibatch.batch.ratio_log_prob).all()
-    expected = fake_score(minibatch.batch.token, 0).entropy
-    assert metrics["entropy"] == pytest.approx(expected.mean())
-    assert stored(trainer)
-    for trajectory in stored(trainer):
-        np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
 
 
 @pytest.mark.parametrize(
@@ -85,30 +71,6 @@ def test_the_first_optimiser_step_tells_its_rows_and_a_pass_before_it_the_others
                 expected[at] = np.inf
             np.testing.assert_array_equal(ours.batch.ratio_log_prob, expected)
     assert [vars(t) for t in map(plain, stored(trainer))] == [vars(t) for t in map(plain, stored(other))]
-
-
-def test_replayed_rows_refer_to_the_policy_that_wrote_them():
-    trainer = make(half(20), optimizer={"minibatches": 1})
-    trainer.step(1)
-    past = {t.response.tobytes(): t.log_prob for t in stored(trainer)}
-    trainer.step(2)
-    rows = [row for row in updated(trainer) if row.replayed]
-    assert rows
-    for row in rows:
-        np.testing.assert_array_equal(row.ratio_log_prob, past[row.token.tobytes()])
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"optimizer": {"minibatches": 1}, "objective": {"train_on": "medium"}},
-        {"optimizer": {"minibatches": 1}, "rollout": {"behaviour": "engine"}},
-    ],
-)
-def test_where_it_cannot_tell_all_a_pass_does(sections):
-    trainer = make(half(20), **sections)
-    trainer.step(1)
-    assert passes(trainer) == [24]
 
 
 SKILL = {0: 1.0, 1: 0.75, 2: 0.5, 3: 0.25, 4: 0.0, 5: 0.0}
@@ -215,13 +177,6 @@ def test_entropies_are_means_over_the_answers_that_are_scored():
     nothing = make({0: 0.0, 1: 0.0, 2: 0.0}, questions=3, objective=NO_BONUS, optimizer=ONE)
     assert np.isnan(nothing.step(1).metrics["entropy"])
     assert passes(nothing) == []
-
-
-def test_a_step_from_which_nothing_is_learnt_is_scored_by_a_pass():
-    trainer = make(dict.fromkeys(range(20), 1.0), optimizer={"minibatches": 1})
-    trainer.step(1)
-    assert trainer.policy.updates == []
-    assert passes(trainer) == [24]
 
 
 class Exact:

@@ -15,7 +15,6 @@ from tests.train.trainers import half, make
 
 K = 4
 COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed", "returning")
-SETTLING = ("bapo", "beside", "buffer", "in_place", "returning")
 BUFFERED = ("buffer", "returning")
 
 
@@ -110,14 +109,6 @@ def test_with_nothing_stored_and_nothing_won_there_is_a_batch_all_the_same(compo
     fresh, alone = settled(replay, {group.question: 0 for group in replay.plan(4, 1)}, 4, 1)
     assert bool(fresh) == (compose not in BUFFERED), "these train on stored answers alone"
     assert alone == []
-
-
-@pytest.mark.parametrize("compose", COMPOSES)
-def test_once_every_question_has_left_there_is_nothing_to_ask(compose):
-    replay = replaying(compose, 3, dict.fromkeys(range(3), K), expire=("retirement",), cooldown=1)
-    assert replay.finished
-    assert replay.plan(4, 2) == []
-    assert replay.memory.trajectory_count == 0
 
 
 @given(st.integers(1, K + 2), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.sampled_from([0.5, 1.0]))
@@ -314,14 +305,6 @@ def test_if_no_fresh_group_has_a_signal_all_stay_and_surplus_goes():
     replay = replaying("bapo", 30, {0: 0}, hard=0.25, admit="in_band")
     fresh, _ = settled(replay, {10: 0, 11: K, 0: 2}, 2, 2)
     assert [question_of(group) for group in fresh] == [10, 11]
-
-
-@pytest.mark.parametrize("compose", SETTLING)
-def test_groups_of_stored_answers_have_no_group_to_count_in_unless_it_is_their_own(compose):
-    replay = replaying(compose, 30, dict.fromkeys(range(8), 1), advantage="group", ratio=1.0)
-    _, alone = settled(replay, {10: 0, 11: 0, 12: 1, 13: 1}, 4, 2)
-    assert alone
-    assert all(np.isnan(group.stored_advantage).all() for group in alone)
 
 
 @pytest.mark.parametrize("compose", rules.names("compose"))

@@ -123,16 +123,6 @@ def test_a_group_is_in_a_band_by_its_fresh_answers_and_without_any_in_all_bands(
     }
 
 
-@pytest.mark.parametrize(("success", "stored"), [(0.3, 3), (0.9, 2), (1.0, 0)])
-@pytest.mark.parametrize("right", [0.9, float(np.float32(0.9)), 0.2 + 0.7], ids=["exact", "fp32", "sum"])
-def test_a_success_is_what_the_setting_says(success, stored, right):
-    memory = remembering(2, K, success=success)
-    store(memory, make_batch([group(0, [right, right, 0.3, 0.0]), group(1, [right] * K)]))
-    assert memory.trajectory_count == stored
-    assert memory.count[0] == stored
-    assert memory.retired.tolist() == [False, success < 1]
-
-
 @pytest.mark.parametrize("baseline", get_args(Baseline))
 def test_answers_that_are_all_alike_have_no_advantage_to_the_bit(baseline):
     memory = ExperienceMemory(

@@ -2,66 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.options import ExperienceConfig
-from exgrpo.train.replay import MeanScores, MethodOptions, PlannedGroup, Replay
-from exgrpo.train.replay.candidates import RULES
+from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
 from tests.train.batches import Row, make_batch
 from tests.train.replay.test_memory import group
-
-
-@pytest.mark.parametrize("rule", ["lowest_nll", "lowest_entropy", "shortest", "random"])
-def test_candidates_of_all_questions_are_scored_together_and_only_if_the_rule_compares_scores(rule):
-    replay = Replay(MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory=rule), 4), 6, seed=0)
-    replay.store(make_batch([group(q, [1.0] * (1 + q % 3) + [0.0] * (3 - q % 3)) for q in range(6)]), 1)
-    asked = []
-
-    def score(candidates):
-        asked.append(candidates)
-        # Distinct numbers; the lowest entropy is the first candidate, the lowest nll the last.
-        first = candidates.token[candidates.start[:-1]]
-        return MeanScores(candidates.question[candidates.group] + first / 10, -first)
-
-    drawn = [5, 1, 3]
-    planned = [PlannedGroup(0, 4), *(PlannedGroup(question, 3, 1) for question in drawn)]
-    selected = replay.select(planned, score)
-    assert selected.question.tolist() == [0, *drawn]
-    assert selected.group.tolist() == [1, 2, 3], "one for each drawn question"
-    assert selected.replayed.all()
-    stored = {q: [one.response.tolist() for one in replay.memory.trajectories(q)] for q in drawn}
-    found = [selected.answer(row).response.tolist() for row in range(3)]
-    if rule in ("shortest", "random"):
-        assert not asked
-        assert np.isnan(selected.chosen_entropy).all()
-        assert all(one in stored[q] for q, one in zip(drawn, found, strict=True))
-        return
-    (candidates,) = asked
-    assert [candidates.answer(row).response.tolist() for row in range(len(candidates))] == [
-        one for q in drawn for one in stored[q]
-    ]
-    best = 0 if rule == "lowest_entropy" else -1
-    assert found == [stored[q][best] for q in drawn]
-    assert selected.chosen_entropy.tolist() == [q + one[0] / 10 for q, one in zip(drawn, found, strict=True)]
-
-
-@given(st.lists(st.tuples(st.floats(0, 5, width=32), st.floats(0, 5, width=32)), min_size=1, max_size=6))
-def test_selection_equals_brute_force(values):
-    lengths = [1 + 7 * i % 5 for i in range(len(values))]
-    candidates = np.array(lengths), MeanScores(*np.array(values).T), np.random.default_rng(0)
-    order = range(len(values))
-    expected = {
-        "lowest_entropy": min(order, key=lambda i: (values[i][0], i)),
-        "highest_entropy": min(order, key=lambda i: (-values[i][0], i)),
-        "lowest_nll": min(order, key=lambda i: (values[i][1], i)),
-        "shortest": min(order, key=lambda i: (lengths[i], i)),
-    }
-    for name, best in expected.items():
-        assert RULES[name](*candidates) == best
-    assert RULES["random"](*candidates) in order
-    assert set(RULES) == {*expected, "random"}
 
 
 def test_what_is_replayed_is_as_it_was_stored():

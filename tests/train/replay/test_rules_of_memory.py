@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from exgrpo.train.config.objective import ObjectiveConfig
-from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, table
+from exgrpo.train.config.replay import LIMITS
+from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, blocks, table
 from exgrpo.train.replay.memory import NEVER
 from tests.train.batches import Row, make_batch
 
@@ -23,8 +25,10 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """So that tables are tidied within a few rows."""
+    """So that tables are tidied within a few rows, and tokens lie in several blocks."""
     monkeypatch.setattr(table, "FEWEST", 4)
+    monkeypatch.setattr(blocks, "FEWEST", 4)
+    monkeypatch.setattr(blocks, "MOST", 16)
 
 
 def group_of(
@@ -186,7 +190,7 @@ OPTIONS = st.fixed_dictionaries(
     st.booleans(),
     st.integers(0, 5),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, success, scale_by_std, start):
     setting = MethodOptions(ExperienceConfig(**options), K, success, ObjectiveConfig(scale_by_std=scale_by_std))
     memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, success, scale_by_std)
@@ -214,3 +218,12 @@ def test_without_replay_nothing_is_forgotten_and_nobody_leaves():
     memory = ExperienceMemory(2, MethodOptions(ExperienceConfig(ratio=0.0, max_age=1), K))
     memory.update(make_batch([group_of(0, [(1.0, 1)] * K, 1)]), 1, np.zeros(K, bool))
     assert not memory.retired.any()
+
+
+@pytest.mark.parametrize(("name", "limit"), LIMITS.items())
+def test_a_limit_implies_its_function_which_needs_it(name, limit):
+    assert ExperienceConfig(**{limit: 3}).forgets == ("retirement", name)
+    assert ExperienceConfig(**{limit: 3}, expire=()).forgets == (name,)
+    assert ExperienceConfig(**{limit: 3}, expire=(name, "retirement")).forgets == (name, "retirement")
+    with pytest.raises(ValidationError, match=f"experience.expire {name} needs its limit, experience.{limit}"):
+        ExperienceConfig(expire=(name,))

@@ -98,27 +98,11 @@ def test_questions_of_medium_difficulty_get_the_replays_that_the_law_gives_them(
     assert near == pytest.approx(0.574 if with_fresh_groups else 0.771, abs=0.01)
 
 
-@pytest.mark.parametrize(("law", "sizes"), [("random", {1: 5, 32 / 7: 30, 7: 5}), ("gaussian", {24 / 7: 40})])
-def test_questions_without_weights_or_of_equal_count_are_equally_likely(law, sizes):
-    count, rng = counts(sizes), np.random.default_rng(4)
-    assert (prioritised(law, candidates(count=count)).log_weight is None) == (law == "random")
-    drawn = np.concatenate([draw_questions(rng, count, 10, law) for _ in range(2000)])
-    times = np.bincount(drawn, minlength=len(count))[count > 0]
-    # Without replacement they vary less than multinomial ones by the factor (N - n) / (N - 1).
-    statistic = np.sum((times - times.mean()) ** 2) / times.mean() * 39 / 30
-    assert 0.01 < stats.chi2(39).cdf(statistic) < 0.99
-
-
 def test_what_a_count_cannot_supply_goes_to_the_others():
     # Equal weights, three draws, one member with 24/7: it is drawn unless all three are given to 5.
     count, rng = counts({24 / 7: 1, 5: 20}), np.random.default_rng(3)
     took = [np.sum(count[draw_questions(rng, count, 3, "uniform")] == 24 / 7) for _ in range(4000)]
     assert stats.binomtest(int(sum(took)), 4000, 7 / 8).pvalue > 0.01
-
-
-def test_a_very_narrow_law_still_draws_from_far_counts():
-    count = counts({1: 2, 48 / 7: 3})
-    assert len(draw_questions(np.random.default_rng(0), count, 5, "gaussian", sigma=1e-3)) == 5
 
 
 WEIGHTS = [5.0, 1.0, 0.25, 3.0]
@@ -236,14 +220,3 @@ def test_freshness_weighs_by_reward_and_age(rows, scale):
 def test_what_is_not_known_of_a_prompt_is_one_clear_error(name, column):
     with pytest.raises(ConfigError, match=rf"looks at '{column}', which is not known .*: there are question, count"):
         prioritised(name, candidates(count=[1.0, 2.0]))
-
-
-def test_units_can_be_taken_by_number_and_by_a_mask():
-    whole = candidates(step=[3, 5, 7], count=[1.0, 2.0, 3.0], successes=[1, 0, 2], answers=[4, 0, 8])
-    np.testing.assert_array_equal(whole.accuracy, [0.25, 0, 0.25])
-    for places in (np.array([2, 0]), np.array([True, False, True])):
-        some = whole.take(places)
-        np.testing.assert_array_equal(some.question, np.arange(3)[places])
-        np.testing.assert_array_equal(some.age, np.array([97, 95, 93])[places])
-        assert len(some) == 2
-        assert some.take(np.array([1])).count.tolist() == [whole.count[places][1]]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.form import Graded, tell
-from exgrpo.train.reward.names import beside, resolve_key
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
 from tests.train.fakes import LoneWorld
@@ -112,18 +111,6 @@ def test_a_key_is_63_bits_of_a_hash_and_never_0(text):
     top = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
     assert 0 < hashed(text) < 2**63
     assert hashed(text) == top // 2
-
-
-def test_half_of_a_surrogate_pair_has_a_key_and_an_empty_text_has_none():
-    assert hashed("\ud800") != 0
-    assert hashed("") == 0
-
-
-def test_the_key_function_is_found_like_the_others(mine):
-    assert beside(f"{mine}:total", "key") == f"{mine}:total_key"
-    assert resolve_key(f"{mine}:total")("2+1", "") == "1+2"
-    assert resolve_key(f"{mine}:anything") is None
-    assert resolve_key("math") is None
 
 
 def test_forms_are_told_by_the_reward_of_each_answer(mine):

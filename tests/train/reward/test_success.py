@@ -35,19 +35,6 @@ def test_the_watch_speaks_once_where_rewards_differ_and_all_or_none_are_successe
         said |= expected
 
 
-def test_the_sentences_name_what_was_seen_and_the_option():
-    (note,) = told(RewardWatch(1.0, "reward.success", patience=3), [[0.0, 0.25, 0.9]])
-    assert note == (
-        "no answer is a success: the rewards of 3 answers lie between 0 and 0.9, and reward.success is 1; if 0.9 is "
-        "the reward of a right answer, set reward.success to it"
-    )
-    (note,) = told(RewardWatch(1.0, "success", patience=3), [[2.0, 5.0, 9.0]])
-    assert note == (
-        "every answer is a success: the rewards of 3 answers lie between 2 and 9, and success is 1; set success to "
-        "the reward of a right answer"
-    )
-
-
 def test_few_answers_are_spoken_of_at_the_end_and_only_once():
     watch = RewardWatch(1.0, "reward.success")
     assert watch.conclude() is None

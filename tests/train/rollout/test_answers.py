@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exgrpo.train.common.distributed import World
-from exgrpo.train.common.errors import RewardError, RolloutError
+from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout.answers import RolloutWorker
@@ -193,21 +193,3 @@ def test_an_engine_that_fails_is_told_when_the_ranks_meet():
     assert happened == ["wake", "sleep"]
     with pytest.raises(RolloutError, match="no server is left"):
         rollout_worker.join(produced)
-
-
-def test_a_result_that_is_no_reward_is_told_to_all_ranks():
-    told = []
-
-    class Misused(KeepingGrader):
-        def finish(self):
-            raise RewardError("no reward here")
-
-    class Watched(LoneWorld):
-        def gather(self, value):
-            told.append(value)
-            return [value]
-
-    rollout_worker = RolloutWorker(FixedEngine([]), Misused(), spell, Watched())
-    with pytest.raises(RewardError, match="no reward here"):
-        rollout_worker.answer(QUESTIONS, [2, 2], Sampling(3), seed=0)
-    assert isinstance(told[-1], RewardError)

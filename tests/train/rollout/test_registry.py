@@ -12,7 +12,6 @@ from exgrpo.tools.evaluate.evaluation import engine_settings
 from exgrpo.tools.evaluate.options import EvaluationOptions
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import RolloutConfig
-from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.policy.tokenizer import load_pretrained
 from exgrpo.train.rollout.engine import training_settings
 from exgrpo.train.rollout.registry import ENGINES, choose_engine
@@ -20,8 +19,7 @@ from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.process import ENVIRONMENT
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
-from tests.train.launch import MAIN, completed, environment
-from tests.train.run.test_run import SMALL
+from tests.train.launch import environment
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -167,15 +165,6 @@ def test_an_evaluation_makes_room_for_its_longest_question():
     asked = engine_settings(options, pretrained, [Question, Question])
     assert (asked.max_prompt_tokens, asked.rollout.max_tokens) == (7, 80)
     assert (asked.rollout.engine, asked.rollout.kv_cache_gib, asked.rollout.sleep_level) == ("vllm", 2.5, 0)
-
-
-def test_the_run_keeps_the_engine_that_it_began_with(tmp_path):
-    done = completed(
-        MAIN, *SMALL, "--steps=0", "--data.test=None", "--output.save_model=False", f"--output.folder={tmp_path}"
-    )
-    engine = load_recipe(tmp_path / "small" / "config.yaml").rollout.engine
-    assert engine in ("transformers", "vllm")
-    assert f"rollouts by {engine}" in done.stdout
 
 
 def test_every_engine_that_can_be_named_can_be_made():

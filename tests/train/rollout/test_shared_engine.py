@@ -112,9 +112,6 @@ def test_weights_of_another_policy_are_named(folder):
     [
         ({}, 1, True),
         ({}, 2, False),
-        ({"policy.dtype": "bf16"}, 1, True),
-        ({"policy.dtype": "bf16"}, 2, False),
-        ({"policy.dtype": "bf16", "lora.rank": 4}, 1, True),
         ({"policy.dtype": "bf16", "lora.rank": 4, "lora.quantised": "nf4"}, 1, True),
         ({"distributed.offload_optimizer": True}, 1, True),
         ({"rollout.engine": "vllm"}, 1, False),

@@ -2,17 +2,16 @@
 
 import dataclasses
 import inspect
-import random
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicLayer
+from transformers import AutoModelForCausalLM
 
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import SHARED
 from exgrpo.train.rollout.engine import Sampling, collect
-from exgrpo.train.rollout.transformers.decode import CACHE_ARGUMENTS, RoomyLayer
+from exgrpo.train.rollout.transformers.decode import CACHE_ARGUMENTS
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.integrations import tiny as models
 from tests.train import tiny
@@ -128,33 +127,6 @@ def test_what_prompts_begin_with_is_read_once(engine):
     prompts = [np.concatenate([np.full(SHARED, 7, np.int32), prompt]) for prompt in PROMPTS[:2]]
     tiny.rollouts(engine, prompts, [1, 1], Sampling(max_tokens=3), seed=0)
     assert engine.counts().cached_tokens == SHARED
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_layer_with_room_holds_what_the_layer_of_transformers_holds(seed):
-    """Whatever is done to both, also before they hold anything."""
-    rng, layers, rows = random.Random(seed), (RoomyLayer(), DynamicLayer()), 3
-    for _ in range(60):
-        chosen = torch.tensor([rng.randrange(rows) for _ in range(rng.randint(1, 4))])
-        states = torch.randn(2, rows, 2, rng.choice((1, 1, 1, 30)), 4)
-        length = layers[1].get_seq_length()
-        name, argument, after = rng.choice(
-            [
-                *[("update", states, rows)] * 4,
-                *[("reorder_cache", chosen, len(chosen))] * 2,
-                ("batch_select_indices", chosen, len(chosen)),
-                ("batch_repeat_interleave", 2, 2 * rows),
-                ("crop", -rng.randint(0, max(0, length - 1)), rows),
-            ]
-        )
-        for layer in layers if length or name in ("update", "reorder_cache") else ():
-            getattr(layer, name)(*argument if name == "update" else (argument,))
-        rows = after if layers[1].get_seq_length() else rows
-        assert layers[0].get_seq_length() == layers[1].get_seq_length()
-        assert layers[0].get_mask_sizes(2) == layers[1].get_mask_sizes(2)
-        for held in ("keys", "values"):
-            ours, theirs = (getattr(layer, held) for layer in layers)
-            assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 def forward_by(model, name, *, hand_on):

@@ -13,7 +13,9 @@ from tests.train.launch import MAIN, Ranks, launch
 from tests.train.run.test_run import SMALL, untimed
 
 OPTIONS = (*SMALL, "--checkpoint.every=1", "--preflight=off", "--resume=auto")
-SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 3)))
+SEEDS = range(3)
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,6 @@ def test_a_disk_that_is_full(disk, whole, seed):
     check_goes_on(disk.root, newest, metrics)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_disk_that_fails(disk, whole, seed):
     metrics, seconds, _ = whole

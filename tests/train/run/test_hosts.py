@@ -1,8 +1,6 @@
 """Runs on two hosts: the results of one, and hosts that die or are cut off."""
 
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -97,43 +95,3 @@ def test_the_hosts_that_are_left_go_on_by_themselves(two, tmp_path):
     assert int(begun[1]) >= 1
     assert [record["step"] for record in records(tmp_path / "small") if record["kind"] == "training"] == [*range(1, 9)]
     assert two.processes(0) == []
-
-
-ECHO = """
-import socket, sys
-server = socket.create_server((sys.argv[1], 7000))
-print("listens", flush=True)
-connection, _ = server.accept()
-while size := int.from_bytes(connection.recv(8, socket.MSG_WAITALL)):
-    connection.recv(size, socket.MSG_WAITALL)
-    connection.sendall(b"!")
-"""
-ASK = """
-import socket, sys, time
-size = int(sys.argv[2])
-connection = socket.create_connection((sys.argv[1], 7000))
-start = time.perf_counter()
-connection.sendall(size.to_bytes(8, "big") + bytes(size))
-connection.recv(1)
-print(time.perf_counter() - start)
-"""
-
-
-@pytest.mark.long
-def test_limited_cables_take_their_time_and_lose_nothing(two):
-    for limit, size, least in (
-        ({"seconds": 0.05}, 1, 0.2),  # two cables on the way there, and two on the way back
-        ({"megabits": 10}, 500_000, 0.38),  # 0.4 s, less what may pass at once
-        ({}, 500_000, 0.0),  # as before
-    ):
-        for host in (0, 1):
-            two.limit(host, seconds=0.01, megabits=1000)
-            two.limit(host, **limit)
-        listener = subprocess.Popen([*two.on(1), sys.executable, "-c", ECHO, two.addresses[1]], stdout=subprocess.PIPE)
-        listener.stdout.readline()
-        before, _ = two.counted(1)
-        took = float(hosts.run(*two.on(0), sys.executable, "-c", ASK, two.addresses[1], str(size)))
-        assert took > least
-        assert two.counted(1)[0] - before > size
-        listener.communicate(timeout=60)
-        assert listener.returncode == 0

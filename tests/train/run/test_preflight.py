@@ -100,10 +100,7 @@ def test_fewer_questions_are_no_problem_and_a_reward_without_a_form_is_not_judge
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        (
-            {"whole": 0, "form": {0}},
-            r"all 32 answers were cut at rollout.max_tokens \(80\), .*raise rollout.max_tokens",
-        ),
+        ({"whole": 0, "form": {0}}, r"all 32 answers were cut at .* \(80\), .*raise rollout.max_tokens"),
         ({"form": {-1}}, r"none of 32 answers has the form .*reward.py:score needs: ask for it in data.prompt_format"),
     ],
 )
@@ -162,18 +159,6 @@ def test_a_run_whose_template_has_another_end_than_its_model_stops_and_trains_wi
     assert (answer == END).sum() == 1
 
 
-@pytest.mark.parametrize("preflight", ["stop", pytest.param("warn", marks=pytest.mark.long)])
-def test_a_run_whose_answers_are_all_cut(tmp_path, preflight):
-    arguments = ("--steps=1", "--rollout.max_tokens=3", f"--preflight={preflight}", f"--output.folder={tmp_path}")
-    done = launch(MAIN, *SMALL, *arguments)
-    cut = "32 answers were cut at rollout.max_tokens (3)"
-    assert done.returncode == (1 if preflight == "stop" else 0), done.stdout + done.stderr
-    assert (cut in done.stderr) == (preflight == "stop")
-    assert (f"warning: all {cut}" in done.stdout) == (preflight == "warn")
-    assert "preflight: of 32 answers 0 are finished" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("right", [0, 3])
 def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_path, right):
     asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(40), 0.0)))
@@ -194,19 +179,6 @@ def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_pat
     assert (problem is None) if right else problem.startswith(f"none of 32 answers earns a reward, but {told}, or ask")
 
 
-def test_right_values_that_an_own_reward_does_not_read_are_told(tmp_path):
-    (tmp_path / "reward.py").write_text(REWARD)
-    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
-    asked.grader, asked.decode = ScriptedGrader(lambda text: 0.0), lambda ids: f"{ids[0]}\n#### 12"
-    config = configured({"reward": {"function": f"{tmp_path}/reward.py:formless"}})
-    questions = [
-        dataclasses.replace(question, gold="12") for question in question_set(4, config.reward.function).questions
-    ]
-    _, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
-    assert 'but 4 of 4 answers hold the right value in "#### 12", where ' in problem
-    assert "reward.py:formless does not look, or ask for the form that is read in data.prompt_format" in problem
-
-
 def graded(tmp_path, name, count=4):
     """A preflight on scripted answers and a reward of `BROKEN`, which processes grade."""
     (tmp_path / "mine.py").write_text(BROKEN)
@@ -224,10 +196,7 @@ def graded(tmp_path, name, count=4):
     ("name", "cause"),
     [
         ("raises", r"JSONDecodeError: Expecting property name .* \(mine.py, line 5\). Fix the function"),
-        (
-            "slow",
-            r"it took longer than reward.time_limit \(0.5 s\). Make the function faster, or raise --reward.time_l",
-        ),
+        ("slow", r"it took longer than .* \(0.5 s\). Make the function faster, or raise --reward.time_l"),
         ("dies", r"the grading process died \(exit code 3\). Fix"),
         ("refused", r"ConnectionRefusedError: no judge \(mine.py, line 14\). Fix"),
         ("several", r"it took longer .* \(0.5 s\); on 2 of them KeyError: 'gold' \(mine.py, line 21\). Make"),
@@ -266,14 +235,13 @@ def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
     assert "mine.py:raises failed on all 2 answers: JSONDecodeError" in problem
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("raises", 1), ("text", 2)])
-def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_path, name, ranks):
+def test_a_run_whose_reward_never_works_ends_before_training_with_one_line(tmp_path):
     (tmp_path / "mine.py").write_text(BROKEN)
-    reward, folder = f"--reward.function={tmp_path}/mine.py:{name}", f"--output.folder={tmp_path}/runs"
-    done = launch(MAIN, *SMALL, reward, folder, ranks=ranks)
+    reward, folder = f"--reward.function={tmp_path}/mine.py:text", f"--output.folder={tmp_path}/runs"
+    done = launch(MAIN, *SMALL, reward, folder, ranks=2)
     assert done.returncode == 1, done.stdout + done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert ("JSONDecodeError" if name == "raises" else "returned '1.0' (str)") in error
+    assert "returned '1.0' (str)" in error
     assert "Fix the function" in error
     assert re.search(r" ends: ['\"]", error), "the answer that was graded"
     assert "Traceback" not in done.stderr

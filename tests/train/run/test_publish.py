@@ -9,8 +9,6 @@ from exgrpo.train.common.errors import ConfigError, OutputError
 from exgrpo.train.config.hub import check_upload, upload
 from exgrpo.train.config.options import OutputConfig
 from exgrpo.train.config.recipe import parse_args, to_yaml
-from exgrpo.train.run.model_folder import Cards
-from tests.train.configs import configured
 from tests.train.hub import running
 
 
@@ -79,12 +77,6 @@ def test_the_folders_arrive_at_their_places(hub, tmp_path):
         **{name: (of_run["."] / name).read_bytes() for name in ("README.md", "weights")},
         **{f"best/{name}": (of_run["best"] / name).read_bytes() for name in ("README.md", "weights")},
     }
-
-
-def test_a_card_has_the_strings_that_end_an_answer():
-    cards = [Cards(configured({"rollout": {"stop": stop}})).card(1, {}).text for stop in ([], ["\nQ:", "<|im_end|>"])]
-    assert "strings that end" not in cards[0]
-    assert "- strings that end an answer: `'\\nQ:'`, `'<|im_end|>'`\n" in cards[1]
 
 
 def test_an_upload_that_fails_says_how_to_do_it_by_hand(hub, tmp_path):

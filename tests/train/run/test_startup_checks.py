@@ -40,12 +40,9 @@ def start(monkeypatch, tmp_path, capsys):
     [
         (["--policy.path=/no/such/model", BUILTIN], "policy.path: /no/such/model holds no config.json"),
         (["--policy.path=~nouser/model", BUILTIN], "policy.path: ~nouser/model holds no config.json"),
-        (["--lora.path=~nouser/a"], "lora.path: ~nouser/a is no folder with an adapter_config.json"),
-        ([f"--recipe={DEFAULT_RUN}", "--data.train=~nouser/a.json"], "~nouser/a.json: there is no such file"),
         (["--experience.prioritise=~nouser/a.py:f"], "there is no file"),
         (["--policy.path=builtin:nothing", BUILTIN], "no builtin model 'builtin:nothing'; there is arithmetic"),
         ([f"--recipe={DEFAULT_RUN}", "--data.train=missing.jsonl"], "missing.jsonl: there is no such file"),
-        ([f"--recipe={DEFAULT_RUN}", "--data.test=missing.jsonl"], "missing.jsonl: there is no such file"),
         ([f"--recipe={DEFAULT_RUN}", "--data.prompt_format=none"], "does not contain {question}"),
         (["--experience.start=missing.parquet"], "missing.parquet: there is no such file or folder of traces"),
         (["--reward.function=maths"], "unknown reward 'maths'; did you mean 'math'?"),
@@ -108,18 +105,6 @@ def test_an_evaluation_looks_first_too(monkeypatch, capsys, arguments, message):
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-
-
-def test_what_is_read_is_what_the_configuration_names(tmp_path):
-    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(3)]
-    for name, part in (("train", rows[:2]), ("test", rows[2:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    files = {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")}
-    with ExitStack() as resources:
-        found = check_startup(configured({"data": files, "reward": {"function": "math"}}), resources)
-        assert [[row.gold for row in rows] for rows in found.train] == [["1", "2"]]
-        assert [[row.gold for row in rows] for rows in found.held_out["test"]] == [["3"]]
-        assert found.grader.grade([("</think>\\boxed{3}", "3")]).reward == (1.0,)
 
 
 def test_another_rank_leaves_the_folder_to_the_first(monkeypatch, tmp_path):

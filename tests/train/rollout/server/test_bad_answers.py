@@ -41,20 +41,12 @@ def log_probs(*values):
 BAD = {
     "negative id": (changed(token_ids=[-7, 2]), r"token_ids\.0: .*greater than or equal to 0 \(got -7\)"),
     "id beyond the vocabulary": (changed(token_ids=[100, 2]), "token id 100, and ids are from 0 to 99"),
-    "huge id": (changed(token_ids=[10**30, 2]), "token_ids"),
-    "text id": (changed(token_ids=["7", 2]), "token_ids"),
-    "empty": (changed(token_ids=[], logprobs=log_probs()), "token_ids"),
     "too many": (changed(token_ids=[7] * 5, logprobs=log_probs(*[-0.5] * 5)), "5 tokens, and 1 to 4 were asked for"),
-    "no log-probs": (changed(logprobs=None), "2 tokens with 0 log-probs"),
     "missing log-prob": (changed(logprobs=log_probs(-0.5)), "2 tokens with 1 log-probs"),
     "nan": (changed(logprobs=log_probs(-0.5, math.nan)), r"logprob: .*\(got nan\)"),
-    "overflow": (changed(logprobs=log_probs(-1e308, -0.5)), r"logprob: .*\(got -1e\+308\)"),
-    "positive": (changed(logprobs=log_probs(0.5, -0.5)), r"logprob: .*\(got 0.5\)"),
     "no label": (changed(weight_versions=[]), "weight_versions"),
-    "empty label": (changed(weight_versions=[{"version": ""}]), "version"),
     "reason": (changed(finish_reason="x" * 100_000), "finish_reason: Input should be 'stop' or 'length'"),
     "index": (changed(index=3), "1 answers of 1"),
-    "cached": ({**changed(), "usage": {"prompt_tokens_details": {"cached_tokens": -1}}}, "cached_tokens"),
     "list": ([1, 2], "not understood"),
 }
 
@@ -65,32 +57,6 @@ def test_a_bad_answer_is_named(name):
     with pytest.raises(ServerError, match=message) as error:
         read_reply(json.loads(json.dumps(answer)), 1, SAMPLING, VOCABULARY)
     assert len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("name", ["negative id", "nan", "reason"])
-def test_a_bad_answer_leaves_the_server_out_and_another_is_asked(fakes, caplog, name):
-    bad, good = fakes(), fakes()
-    answer, message = BAD[name]
-    bad.generates(answer)
-    good.generates(reply(choice(0)))
-    got = [job.request for job, _ in pool_of(bad, good, vocabulary=VOCABULARY).generate(jobs(20))]
-    assert sorted(got) == list(range(20))
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith(f"rollout server {bad.url} is left out until the next push of weights: ")
-    assert "\n" not in warning
-    assert len(warning) < 500
-    with pytest.raises(NoServerError, match=message):
-        list(pool_of(bad, vocabulary=VOCABULARY).generate(jobs(1)))
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "nope" * 100_000, '{"choices": ' + "[" * 5000])
-def test_what_is_no_json_is_one_line(fakes, text):
-    fake = fakes()
-    for status in (200, 500):
-        fake.generates((status, text.encode()))
-        with pytest.raises(ServerError) as error:
-            ServerClient(fake.url).generate("name", PROMPT, 1, SAMPLING, [2])
-        assert len(str(error.value)) < 500
 
 
 def places(value, path=()):
@@ -145,19 +111,13 @@ OK = b"HTTP/1.1 200 OK\r\n"
     "content",
     [
         b"",
-        b"\r\n\r\n",
         b"HTTP/9.9 200 OK\r\n\r\n",
-        b"HTTP/1.1 abc\r\n\r\n",
         b"\x16\x03\x01\x00",
-        b"x" * 70_000,
         OK + b"a: b\r\n" * 200 + b"\r\n",
-        OK + b"Content-Length: -7\r\n\r\n{}",
         OK + b"Content-Length: 1000000000000\r\n\r\n{",
         OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        OK + b"Transfer-Encoding: chunked\r\n\r\nffffffffff\r\n{",
         OK + b"Content-Encoding: gzip\r\n\r\nxx",
         b"HTTP/1.1 302 Go\r\nLocation: /\r\n\r\n",
-        b"HTTP/1.1 204 Nothing\r\n\r\n",
         b"HTTP/1.1 500 Oh\r\n\r\n\x1b]0;x\x07" + b"\xff" * 100,
     ],
     ids=lambda content: str(content[:20]),

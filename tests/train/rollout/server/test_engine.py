@@ -240,14 +240,6 @@ def test_weights_that_no_server_takes_are_a_clear_error_and_all_run_through(flee
     assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
 
 
-def test_weights_of_another_run_are_not_used(fleet, opened):
-    engine, _ = pushed(fleet, opened)
-    engine.close()
-    other = opened(fleet.first)
-    with pytest.raises(NoServerError, match="weights of another run"):
-        sample(other)
-
-
 @pytest.mark.long
 def test_two_ranks_with_sharded_weights(fleet, tmp_path):
     urls = [fleet.first.ready(), fleet.second.ready()]
@@ -286,17 +278,6 @@ def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog
     assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     (warning,) = warnings_in(caplog)
     assert f"{fleet.second.url} takes no weights and is left out until it does: " in warning
-
-
-def test_no_server_left_names_each_and_what_it_said(fleet, opened):
-    engine = opened(fleet.bf16, tied=False, dtype="bf16")
-    policy = moved(fleet, tied=False, dtype="bf16")
-    engine.push_weights(policy.weights())
-    fleet.bf16.kill()
-    with pytest.raises(NoServerError, match=f"{fleet.bf16.url}: .*[Cc]onnection refused.*start them again"):
-        sample(engine)
-    with pytest.raises(NoServerError, match=fleet.bf16.url):
-        engine.push_weights(policy.weights())
 
 
 def test_an_address_where_no_server_is(fleet):

@@ -164,15 +164,9 @@ def test_requests_have_seeds_of_their_own_and_steps_leave_the_random_state_alone
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried\n2 GiB"),
-            r"kv_cache_gib \(24\) does not suit .*2 GiB",
-        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\n2 GiB"), r"kv_cache_gib \(24\) does not suit .*2 GiB"),
         (AssertionError("CuMem allocator can only be used for one instance."), "cannot use the GPU: .*one inst"),
-        (
-            RuntimeError("CUDA error: no kernel image\n\nCompile"),
-            "cannot use the GPU: CUDA error: no kernel",
-        ),
+        (RuntimeError("CUDA error: no kernel image\n\nCompile"), "cannot use the GPU: CUDA error: no kernel"),
         (AssertionError(), "cannot take the model: AssertionError; the engine transformers may"),
     ],
 )
