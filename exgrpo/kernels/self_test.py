@@ -27,7 +27,7 @@ FACTOR = 5.0
 TOKENS, WIDTH, VOCABULARY, UNLIKELY, SPREAD = 33, 48, 1031, 1, 8.0
 """UNLIKELY has a target next to impossible, where fused products change the anchor: its logits are SPREAD wider."""
 SIZES = (3, 0, 8, 1, 300)
-"""Sets of words: pairs, the whole vocabulary, one word alone, and a large part."""
+"""Sets of allowed tokens: pairs, the whole vocabulary, one token alone, and a large part."""
 
 _VERDICTS: dict[tuple[str, torch.device, torch.dtype], str] = {}
 _LOCK = threading.Lock()
@@ -132,7 +132,7 @@ def _outcomes(backend: Backend, exact: bool, device: torch.device, dtype: torch.
 
 
 def _head(exact: bool, device: torch.device, dtype: torch.dtype) -> inputs.Head:
-    """Return a head with bias and sets of words; one target in seven is left out."""
+    """Return a head with bias and sets of allowed tokens; one target in seven is left out."""
     random, shapes = torch.Generator("cpu").manual_seed(20251002), ((TOKENS, WIDTH), (VOCABULARY, WIDTH), VOCABULARY)
     hidden, weight, bias = (torch.randn(s, generator=random, dtype=torch.float32, device="cpu") for s in shapes)
     hidden[UNLIKELY] *= SPREAD

@@ -221,26 +221,38 @@ def run(options: EvaluationOptions, world: World, resources: ExitStack) -> dict[
         top_p=options.rollout.top_p,
         stop=Stops(options.rollout.stop, pretrained.tokenizer.decode),
     )
-    left = [number for number in range(len(chunks)) if number not in done]
-    for number in track(left, "evaluating", console=console):
-        asked = questions[chunks[number]]
-        seed = derive_seed(options.seed, "evaluation", number)
-        batch = rollout_worker.answer(asked, counts[chunks[number]], sampling, seed)
-        for note in rollout_worker.news():
-            console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
-        if batch.counts.failed_fraction > options.reward.max_failed:
-            raise HaltError(
-                f"{batch.counts.failed_fraction:.0%} of {len(batch)} answers could not be graded: "
-                f"{ungraded(batch.counts)}. The same command resumes with these questions"
-            )
+    for number in track([n for n in range(len(chunks)) if n not in done], "evaluating", console=console):
+        chunk = chunks[number]
+        batch = _answered(rollout_worker, questions[chunk], counts[chunk], sampling, number, options, console)
         if file:
             with os_errors_as(OutputError, unwritable):
-                file.append(number, asked, batch)
+                file.append(number, questions[chunk], batch)
     wrong = []
     for question, count in zip(left_out, of_left_out, strict=True):
         wrong += unasked(question.source, question_key(question.text, question.gold), count)
     with os_errors_as(OutputError, f"output: {options.output.folder} cannot be read"):
         return _scores(file, wrong, options, world, console)
+
+
+def _answered(
+    rollout_worker: RolloutWorker,
+    questions: Sequence[Question],
+    counts: Sequence[int],
+    sampling: Sampling,
+    number: int,
+    options: EvaluationOptions,
+    console: Console,
+) -> StepBatch:
+    """Return the graded answers of a chunk; raise HaltError if too many could not be graded."""
+    batch = rollout_worker.answer(questions, counts, sampling, derive_seed(options.seed, "evaluation", number))
+    for note in rollout_worker.news():
+        console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
+    if batch.counts.failed_fraction > options.reward.max_failed:
+        raise HaltError(
+            f"{batch.counts.failed_fraction:.0%} of {len(batch)} answers could not be graded: "
+            f"{ungraded(batch.counts)}. The same command resumes with these questions"
+        )
+    return batch
 
 
 def _scores(

@@ -181,7 +181,7 @@ class Grader:
         limit = self._bounds.time_limit
         return f"it took longer than reward.time_limit ({limit:g} s)" if outcome.timed_out else outcome.error
 
-    def check(self, answers: Sequence["_Answer"], outcomes: Sequence[Outcome]) -> None:
+    def check(self, answers: Sequence["_Pending"], outcomes: Sequence[Outcome]) -> None:
         """Raise RewardError for values that are no reward or no key, and for inconsistent parts."""
         for (reward, question, task), outcome in zip(answers, outcomes, strict=True):
             if misuse := outcome.misuse or self._other_parts(reward, outcome):
@@ -240,7 +240,7 @@ class Grader:
         return pool
 
 
-class _Answer(NamedTuple):
+class _Pending(NamedTuple):
     reward: str
     question: str
     task: Task | None  # None: nothing in it decides its grade, which is 0
@@ -258,7 +258,7 @@ class Grading:
         self._rewards = rewards
         self._default = default
         self._decisive_part = {name: decisive_part_of(name, form) for name in rewards}
-        self._answers: list[_Answer] = []
+        self._answers: list[_Pending] = []
         self._waiting: dict[str, list[Task]] = {}
         """Answers by reward that wait for a full batch."""
         self._known: set[Task] = set()
@@ -281,7 +281,7 @@ class Grading:
         question = gold if question is None else question
         part = self._decisive_part[name](response)
         task = None if part is None else Task(self._rewards[name], part, gold, self._taken(name, columns, question))
-        self._answers.append(_Answer(self._rewards[name], question, task))
+        self._answers.append(_Pending(self._rewards[name], question, task))
         if task is not None and task not in self._known:
             self._known.add(task)
             waiting = self._waiting.setdefault(task.reward, [])

@@ -30,7 +30,7 @@ THREADS = 32
 
 
 @dataclass(eq=False)
-class _Answer:
+class _Dialogue:
     """An unfinished answer.
 
     Attributes:
@@ -108,11 +108,11 @@ class Conversations:
         """
         asked = list(requests)
         of_asked = [
-            [_Answer(i, sample, self.environment.begin(question)) for sample in range(request.count)]
+            [_Dialogue(i, sample, self.environment.begin(question)) for sample in range(request.count)]
             for i, (request, question) in enumerate(zip(requests, questions, strict=True))
         ]
         while asked:
-            waiting: list[tuple[_Answer, AsyncResult[str | None]]] = []
+            waiting: list[tuple[_Dialogue, AsyncResult[str | None]]] = []
             turns = [replace(one, sampling=replace(one.sampling, stop=self._stops(one))) for one in asked]
             for turn in engine.generate(turns):
                 answer = of_asked[turn.request][turn.sample]
@@ -121,7 +121,7 @@ class Conversations:
                     waiting.append((answer, self._threads.apply_async(answer.reply, (answer.unanswered,))))
                 else:
                     yield answer.finished(whole=whole)
-            open_: list[_Answer] = []
+            open_: list[_Dialogue] = []
             end = time.monotonic() + self.options.time_limit * math.ceil(len(waiting) / THREADS)
             for answer, reply in waiting:
                 whole = self._hear(answer, reply, end, requests[answer.request])
@@ -136,7 +136,7 @@ class Conversations:
     def _stops(self, request: Request) -> Stops:
         return Stops((*request.sampling.stop.strings, *self.environment.stop), self.decode)
 
-    def _next(self, answer: _Answer, request: Request) -> Request:
+    def _next(self, answer: _Dialogue, request: Request) -> Request:
         return Request(
             prompt=np.concatenate([request.prompt, *answer.tokens]),
             count=1,
@@ -144,7 +144,7 @@ class Conversations:
             seed=derive_seed(request.seed, "turn", answer.sample, answer.turns),
         )
 
-    def _take(self, answer: _Answer, turn: Rollout, request: Request) -> bool | None:
+    def _take(self, answer: _Dialogue, turn: Rollout, request: Request) -> bool | None:
         """Append a turn; return True if the answer is complete, False if it was cut, None if it needs a reply."""
         answer.parts.append(turn)
         answer.turns += 1
@@ -156,7 +156,7 @@ class Conversations:
         answer.unanswered += self.decode(turn.response[:-1] if answer.closed else turn.response)
         return None
 
-    def _hear(self, answer: _Answer, result: "AsyncResult[str | None]", end: float, request: Request) -> bool | None:
+    def _hear(self, answer: _Dialogue, result: "AsyncResult[str | None]", end: float, request: Request) -> bool | None:
         """Wait for the reply until `end` (monotonic clock) and append it; return as `_take`."""
         try:
             reply = result.get(max(0.0, end - time.monotonic()))
