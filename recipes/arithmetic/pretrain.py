@@ -25,7 +25,7 @@ import tyro
 from exgrpo.train.data.tasks.arithmetic import (
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
-    Problem,
+    ArithmeticProblem,
     format_solution,
     generate,
     worked_solution,
@@ -53,7 +53,7 @@ class Options(pretraining.Options):
     """Share of wrong results among hasty solutions."""
 
 
-def hasty_solution(problem: Problem, wrong: float, rng: random.Random) -> str:
+def hasty_solution(problem: ArithmeticProblem, wrong: float, rng: random.Random) -> str:
     """Return a solution that states its result at once; at the rate `wrong` one or two of the digits are random."""
     digits = list(problem.answer)
     if rng.random() < wrong:
@@ -64,7 +64,7 @@ def hasty_solution(problem: Problem, wrong: float, rng: random.Random) -> str:
     return format_solution(f"{problem.expression} = {result}", result)
 
 
-def solution(problem: Problem, rng: random.Random, options: Options) -> str:
+def solution(problem: ArithmeticProblem, rng: random.Random, options: Options) -> str:
     """Return one solution of the corpus."""
     if rng.random() < options.careful[problem.level - 1]:
         return worked_solution(problem.expression, lambda: rng.random() < options.slip)

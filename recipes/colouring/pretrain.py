@@ -22,7 +22,7 @@ from exgrpo.train.data.tasks.colouring import (
     COLOURS,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
-    Problem,
+    ColouringProblem,
     generate,
     reward,
     reward_key,
@@ -61,7 +61,7 @@ class Options(pretraining.Options):
     """Rate at which the colour of a node is chosen by its edges, for the difficulties 1 to 4."""
 
 
-def solution(problem: Problem, rng: random.Random, options: Options) -> str:
+def solution(problem: ColouringProblem, rng: random.Random, options: Options) -> str:
     """Return one solution of the corpus."""
     careful = options.careful[problem.difficulty - 1]
     colours: dict[str, str] = {}

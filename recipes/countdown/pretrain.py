@@ -20,7 +20,7 @@ from exgrpo.train.data.tasks.countdown import (
     LARGEST,
     MAX_RESPONSE_TOKENS,
     MODEL_FOLDER,
-    Problem,
+    CountdownProblem,
     format_solution,
     generate,
     random_expression,
@@ -54,7 +54,7 @@ class Options(pretraining.Options):
     """Share of right answers; the others are random expressions of the numbers."""
 
 
-def solution(problem: Problem, rng: random.Random, options: Options) -> str:
+def solution(problem: CountdownProblem, rng: random.Random, options: Options) -> str:
     """Return one answer of the corpus."""
     if rng.random() < options.right:
         return format_solution(problem.solution)

@@ -26,7 +26,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from exgrpo.train.data.expressions import Node, write
-from exgrpo.train.data.tasks.countdown import Problem, format_solution, generate, random_expression, reward, reward_key
+from exgrpo.train.data.tasks.countdown import (
+    CountdownProblem,
+    format_solution,
+    generate,
+    random_expression,
+    reward,
+    reward_key,
+)
 from recipes import pretraining
 
 WRONG = 10
@@ -57,7 +64,7 @@ class Options(pretraining.Training):
     """Held-out problems of the evaluation."""
 
 
-def search(problem: Problem, rng: random.Random) -> str:
+def search(problem: CountdownProblem, rng: random.Random) -> str:
     """Return one answer of the corpus."""
     numbers, target = list(problem.solution.numbers()), problem.solution.value
     tried: list[Node] = []
