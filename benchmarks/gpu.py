@@ -107,7 +107,7 @@ def profile(name: str, kernels: str) -> Part:
     return Part(name, 3, command, result=".txt", needs="ncu", expects=r"Context \d+, Stream \d+")
 
 
-HOST_TESTS = ("test_cpu_*", "test_cuda_[!b]*", "test_triton*_compile*", "test_extension.py")
+HOST_TESTS = ("test_cpu_*", "test_cuda_*", "test_triton*_compile*", "test_extension.py")
 """Tests of the kernels that need no GPU: they emulate it, or compile for several."""
 IGNORED = " ".join(f"'--ignore-glob=tests/kernels/{files}'" for files in HOST_TESTS)
 # With more threads, pytest's workers would hang at exit, waiting for the processes of torch's compiler.

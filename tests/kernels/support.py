@@ -194,10 +194,25 @@ def assert_as_good(ours, plain, exact, *, factor=2.0, measure=error):
         assert measure(mine, true) <= bound, (measure(mine, true), bound)
 
 
-def compare(call, case: Case, backend: str) -> None:
+def compare(call, case: Case, backend: str, *, factor=2.0) -> None:
     """Results and gradients of ``call(case, backend)`` against float64, with plain torch's error as the yardstick."""
     ours, gradients = call(case, backend)
     exact, exact_gradients = call(case.to(torch.float64), "reference")
     plain, plain_gradients = call(case.to(case.hidden.dtype), "reference")
-    assert_as_good(ours, plain, exact)
-    assert_as_good(gradients, plain_gradients, exact_gradients, measure=relative_error)
+    result = torch.float64 if case.hidden.dtype == torch.float64 else torch.float32
+    assert all(values.dtype == result for values in ours)
+    assert_as_good(ours, plain, exact, factor=factor)
+    assert_as_good(gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
+
+
+def both_functions(case: Case, backend: str, tokens, **terms) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients of both functions of a head, which share its options."""
+    old, advantage, replayed = tokens
+    loss = case.policy_loss(old, advantage, replayed=replayed, backend=backend, **terms)
+    found = case.log_prob(backend=backend)
+    assert not any(values.requires_grad for values in loss[1:])
+    value = (found.log_prob * old.to(found.log_prob.dtype) + found.entropy).sum()
+    # A ratio is the exponential of a log-prob: large ones magnify its rounding. Of ignored tokens it is 0.
+    log_ratio = torch.where(loss.ratio == 0, 0, loss.ratio.log())
+    results = [loss.loss, loss.log_prob, loss.entropy, log_ratio, loss.clipped, *found]
+    return results, case.gradients(loss.loss) + case.gradients(value)

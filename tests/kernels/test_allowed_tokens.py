@@ -1,13 +1,25 @@
 """Softmaxes over allowed tokens against full logits that are -inf beside the sets, in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.kernels import checks, dispatch, linear_log_prob, linear_policy_loss, reference
+from exgrpo.kernels import dispatch, reference
 
-from .support import INTERPRETING, Case, assert_as_good, draw, fewer_interpreted, make_case, make_tokens, relative_error
+from .support import (
+    INTERPRETING,
+    Case,
+    both_functions,
+    compare,
+    draw,
+    fewer_interpreted,
+    make_case,
+    make_tokens,
+    relative_error,
+)
 
 TOKENS = 18 if INTERPRETING else 60
 OPTIONS = [
@@ -32,26 +44,9 @@ def both_kinds(request, monkeypatch):
         monkeypatch.setattr(dispatch.load(request.getfixturevalue("backend")), "ALLOWED_PART", 16)
 
 
-def everything(case: Case, tokens, log_prob, policy_loss, entropy_coef=0.1, **more):
-    """Results and gradients of both functions."""
-    old, advantage, replayed = tokens
-    loss = case.policy_loss(
-        old, advantage, function=policy_loss, replayed=replayed, clip=None, entropy_coef=entropy_coef, **more
-    )
-    found = case.log_prob(log_prob, **more)
-    value = (found.log_prob * advantage).sum() + entropy_coef * found.entropy.sum()
-    results = [loss.loss, loss.log_prob, loss.entropy, *found]
-    return results, case.gradients(loss.loss) + case.gradients(value)
-
-
-def check(case: Case, backend: str, factor=2.0, **more):
-    tokens = make_tokens(case)
-    ours, gradients = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, **more)
-    plainly = {"log_prob": reference.linear_log_prob, "policy_loss": reference.linear_policy_loss, **more}
-    plain, plain_gradients = everything(case, tokens, **plainly)
-    exact, exact_gradients = everything(case.to(torch.float64), tokens, **plainly)
-    assert_as_good(ours, plain, exact, factor=factor)
-    assert_as_good(gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
+def check(case: Case, backend: str, factor=2.0, entropy_coef=0.1):
+    call = partial(both_functions, tokens=make_tokens(case), clip=None, entropy_coef=entropy_coef)
+    compare(call, case, backend, factor=factor)
 
 
 def allowed_case(sizes, dtype, device, tokens=TOKENS, width=40, vocabulary=211, **options) -> Case:
@@ -106,17 +101,6 @@ def test_any_sets(data, backend, device):
     check(case, backend)
 
 
-def test_sets_of_all_words_are_as_none(backend, device):
-    case = allowed_case((211,), torch.float32, device, bias=True, softcap=7.0)
-    tokens = make_tokens(case)
-    given = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    del case.options["allowed_tokens"]
-    without = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    for results, others in zip(given, without, strict=True):
-        for value, other in zip(results, others, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
-
-
 def test_tokens_with_one_word(backend, device):
     """Exactly 0, whatever their hidden states are."""
     case = allowed_case((1, 4), torch.float32, device, ignored=False)
@@ -148,33 +132,20 @@ def test_the_same_bits_on_every_run(dtype, backend, device):
     case = allowed_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(120), bias=True)
     case.hidden.data.copy_(case.hidden.data[:7].repeat(100, 1)[: len(case.hidden)])
     tokens = make_tokens(case)
-    first = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    for _ in range(1 if INTERPRETING else 2):
-        again = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-        assert all(torch.equal(*pair) for both in zip(first, again, strict=True) for pair in zip(*both, strict=True))
+    first, *others = (both_functions(case, backend, tokens) for _ in range(2 if INTERPRETING else 3))
+    assert all(all(map(torch.equal, *pair)) for again in others for pair in zip(first, again, strict=True))
 
 
 def test_many_chunks(backend, device, set_chunk):
     """What one chunk gives, up to the order of sums; and in little memory."""
     case = allowed_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
     tokens = make_tokens(case)
-    whole = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    within = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend, memory=1 << 19)
+    whole = both_functions(case, backend, tokens)
+    case.options["memory"] = 1 << 19
+    torch.testing.assert_close(both_functions(case, backend, tokens), whole)
+    del case.options["memory"]
     set_chunk(2000)
-    parts = everything(case, tokens, linear_log_prob, linear_policy_loss, backend=backend)
-    for results, others, more in zip(whole, parts, within, strict=True):
-        torch.testing.assert_close(others, results)
-        torch.testing.assert_close(more, results)
-
-
-def test_counts(backend, device, monkeypatch):
-    monkeypatch.setenv("EXGRPO_CHECK", "1")  # else a GPU ends the process
-    case = allowed_case(SIZES["every kind"], torch.float64, device)
-    count = int((case.target >= 0).sum())
-    given, without = case.log_prob(backend=backend, counts=(count, count)), case.log_prob(backend=backend)
-    assert torch.equal(given.log_prob, without.log_prob)
-    with pytest.raises(ValueError, match=f"counts: expected {count - 1} targets that are not left out"):
-        case.log_prob(backend=backend, counts=(count - 1, count - 1))
+    torch.testing.assert_close(both_functions(case, backend, tokens), whole)
 
 
 def test_left_out_tokens_may_lack_their_targets(backend, device):
@@ -238,19 +209,6 @@ def wrong(allowed_tokens, target):
         ValueError,
         r"target: expected ids among their allowed tokens; 1 of 4",
     )
-
-
-def test_sets_are_checked_in_parts(monkeypatch):
-    monkeypatch.setattr(checks, "CHECKED_AT_ONCE", 10)
-    case = allowed_case((4, 0, 30, 1), torch.float64, torch.device("cpu"), tokens=23)
-    ids, offsets = case.options["allowed_tokens"]
-    check(case, "auto")
-    last = int((case.target >= 0).nonzero()[-2])
-    case.target[last] = next(word for word in range(211) if word not in ids[offsets[last] : offsets[last + 1]].tolist())
-    with pytest.raises(
-        ValueError, match=f"target: expected ids among their allowed tokens; 1 of 23.* at position {last}"
-    ):
-        case.log_prob()
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])

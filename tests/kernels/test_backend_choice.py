@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exgrpo.kernels import backend_choice, dispatch, extension
+from exgrpo.kernels import backend_choice, dispatch, extension, linear_log_prob
 from exgrpo.kernels.dispatch import automatic, requested
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -74,3 +74,22 @@ def test_environment_decides_where_the_caller_does_not(monkeypatch):
         monkeypatch.setenv("EXGRPO_BACKEND", name)
         assert dispatch.requested_for_tokens(elsewhere) == "auto"
     assert dispatch.requested_for_tokens(CPU) == "cpu"
+
+
+def test_a_choice_is_printed_once(monkeypatch, capfd):
+    """Each kind of call under the debug switch; and why a preferred backend is not there."""
+    monkeypatch.setattr(extension, "MISSING", "it was not built")
+    backend_choice.say.cache_clear()
+    head = torch.zeros(4, 8), torch.zeros(20, 8), torch.zeros(4, dtype=torch.int64)
+    linear_log_prob(*head, backend="torch")
+    assert not capfd.readouterr().err
+    for _ in range(2):
+        linear_log_prob(*head)
+    line = "exgrpo: the torch backend computes on cpu, as cpu is not available: it was not built"
+    assert capfd.readouterr().err.splitlines() == [line]
+    monkeypatch.setenv("EXGRPO_DEBUG", "1")
+    for _ in range(2):
+        linear_log_prob(*head, backend="torch")
+    line = "exgrpo: linear_log_prob, small, torch.float32 on cpu: torch (torch requested)"
+    assert capfd.readouterr().err.splitlines() == [line]
+    backend_choice.say.cache_clear()

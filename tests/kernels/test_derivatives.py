@@ -114,23 +114,6 @@ def test_second_derivatives_are_refused(name, way, device):
         way(run, x.requires_grad_())
 
 
-def test_tensors_that_nobody_differentiates_go_through_any_transform(device):
-    """Old log-probabilities, metrics: constants within a function that is differentiated by all its other parts."""
-    runs = [scalar_of(name, device) for name in NAMES]
-    assert not any(run(x.clone().requires_grad_()).requires_grad for run, x in runs[3:])
-
-    def run(x):
-        constants = sum(value_of(given + (x.detach() - x.detach())) for value_of, given in runs)
-        return constants * x.square().sum()
-
-    x = torch.linspace(0.5, 2, 4, dtype=torch.float64, device=device)
-    constants = sum(value_of(given) for value_of, given in runs)
-    torch.testing.assert_close(func.jvp(run, (x,), (x,))[1], constants * 2 * x.square().sum())
-    torch.testing.assert_close(func.grad(run)(x), constants * 2 * x)
-    # The matrix of a quadratic form; x is alive in a forward and in a reverse mode, detached in both.
-    torch.testing.assert_close(func.hessian(run)(x), constants * 2 * torch.eye(4, dtype=x.dtype, device=device))
-
-
 @pytest.mark.parametrize("name", DIFFERENTIABLE[:2])
 @pytest.mark.parametrize(("frozen", "compiled"), [((), True), (("hidden",), False), (("weight",), False)])
 def test_vmap_gives_what_a_loop_gives(name, frozen, compiled, device):

@@ -6,36 +6,7 @@ import pytest
 import torch
 
 import exgrpo
-from exgrpo.kernels import backend_choice, dispatch, extension, linear_log_prob, linear_policy_loss
-
-from .support import make_case, make_tokens
-
-
-def test_the_debug_switch_says_what_was_taken_once(monkeypatch, capfd):
-    case = make_case((3, 8), 16, 30, torch.float32, "cpu")
-    backend_choice.say.cache_clear()
-    case.log_prob(backend="torch")
-    assert not capfd.readouterr().err
-    monkeypatch.setenv("EXGRPO_DEBUG", "1")
-    for _ in range(2):
-        case.log_prob(backend="torch")
-    line = "exgrpo: linear_log_prob, small, torch.float32 on cpu: torch (torch requested)"
-    assert capfd.readouterr().err.splitlines() == [line]
-
-
-def test_a_fallback_is_said_once(monkeypatch, capfd):
-    monkeypatch.delenv("EXGRPO_BACKEND", raising=False)
-    monkeypatch.setattr(extension, "MISSING", "it was not built")
-    backend_choice.say.cache_clear()
-    case = make_case((3, 8), 16, 30, torch.float32, "cpu")
-    case.log_prob(backend="torch")
-    assert not capfd.readouterr().err
-    for _ in range(2):
-        case.log_prob()
-        case.policy_loss(*make_tokens(case)[:2])
-    line = "exgrpo: the torch backend computes on cpu, as cpu is not available: it was not built"
-    assert capfd.readouterr().err.splitlines() == [line]
-    backend_choice.say.cache_clear()
+from exgrpo.kernels import dispatch, linear_log_prob, linear_policy_loss
 
 
 def test_a_line_for_each_backend(monkeypatch):

@@ -1,26 +1,45 @@
+"""Both functions of a head over one table of cases, and what the policy loss does besides."""
+
+from functools import partial
+
 import pytest
 import torch
 
 from exgrpo.kernels import linear_policy_loss, reference
 from exgrpo.kernels.chunks import products
 
-from .support import INTERPRETING, Case, assert_as_good, fewer_interpreted, make_case, make_tokens, relative_error
+from .support import (
+    Case,
+    assert_as_good,
+    both_functions,
+    compare,
+    fewer_interpreted,
+    make_case,
+    make_tokens,
+    relative_error,
+)
 
-SHAPES = [(252, 507, 123), (64, 64, 512), (1, 33, 77), (40, 16, 1), (19, 31, 4099), ((3, 17), 24, 101)]
-if INTERPRETING:
-    SHAPES = [(33, 507, 123), (16, 64, 512), (1, 33, 77), (8, 16, 1), (9, 31, 4099), ((3, 5), 24, 101)]
+SHAPES = [
+    (fewer_interpreted(252), 507, 123),  # nothing a multiple of anything
+    (fewer_interpreted(64), 64, 512),  # everything a power of two
+    (1, 33, 77),  # one token
+    (fewer_interpreted(97), 1, 5),  # hidden states of width one
+    (fewer_interpreted(40), 16, 1),  # one word: log-prob 0, entropy 0
+    (fewer_interpreted(33), 48, 2),
+    (fewer_interpreted(36), 31, 4099),  # a vocabulary far beyond tokens and width
+    ((2, 3, 5), 24, 101),  # rows of rows
+]
 TERMS = [
-    {},
-    {"clip": None},
-    {"clip": (0.1, 0.3)},
-    {"clip": (0.0, 0.0)},
-    {"beta": None},
-    {"beta": 2.0},
-    {"entropy_coef": 0.01},
-    {"entropy_coef": -0.5, "clip": None, "beta": None},
-    {"normalizer": 1000.0},
-    {"normalizer": torch.tensor(37)},
-    {"temperature": 0.6, "softcap": 5.0, "entropy_coef": 0.1},
+    ({}, {}),
+    ({"bias": True}, {"clip": None}),
+    ({"temperature": 0.6}, {"clip": (0.1, 0.3)}),
+    ({"temperature": 1.5, "bias": True}, {"clip": (0.0, 0.0)}),
+    ({"softcap": 5.0}, {"beta": None}),
+    ({"softcap": 2.0, "temperature": 0.8, "bias": True}, {"beta": 2.0}),
+    ({"bias": True}, {"entropy_coef": 0.01}),
+    ({}, {"entropy_coef": -0.5, "clip": None, "beta": None}),
+    ({"softcap": 5.0, "bias": True}, {"normalizer": 1000.0}),
+    ({"temperature": 0.6, "softcap": 5.0}, {"entropy_coef": 0.1, "normalizer": torch.tensor(37)}),
 ]
 
 
@@ -29,26 +48,8 @@ def run(case: Case, tokens, function=linear_policy_loss, upstream=1.0, **more):
     return list(result), case.gradients(result.loss * upstream)
 
 
-def check(case: Case, backend: str, factor=2.0, per_row=False, **more):
-    old, advantage, replayed = make_tokens(case)
-    if per_row:
-        advantage, replayed = advantage[:, 0], replayed[:, 0]
-    arguments = {"tokens": (old, advantage), "replayed": replayed, **more}
-    ours, our_gradients = run(case, backend=backend, **arguments)
-    plain, plain_gradients = run(case, function=reference.linear_policy_loss, **arguments)
-    exact, exact_gradients = run(case.to(torch.float64), function=reference.linear_policy_loss, **arguments)
-    assert all(
-        value.dtype == (torch.float64 if case.hidden.dtype == torch.float64 else torch.float32) for value in ours
-    )
-    assert not any(value.requires_grad for value in ours[1:])
-    # A token at the edge of the clipping range may fall on either side; none of these cases has one.
-    assert torch.equal(ours[4].double(), exact[4])
-    # A ratio is the exponential of a log-prob: large ones magnify its rounding. Of ignored tokens it is 0.
-    ours, plain, exact = (
-        [*values[:3], torch.where(values[3] == 0, 0, values[3].log()), values[4]] for values in (ours, plain, exact)
-    )
-    assert_as_good(ours, plain, exact, factor=factor)
-    assert_as_good(our_gradients, plain_gradients, exact_gradients, factor=factor, measure=relative_error)
+def check(case: Case, backend: str, factor=2.0, **terms):
+    compare(partial(both_functions, tokens=make_tokens(case), **terms), case, backend, factor=factor)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -57,22 +58,25 @@ def test_shapes(shape, dtype, backend, device):
     check(make_case(*shape, dtype, device), backend)
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(("options", "terms"), TERMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_terms(terms, dtype, backend, device):
-    check(make_case(fewer_interpreted(100), 40, 211, dtype, device, bias=True), backend, **terms)
+def test_terms(options, terms, dtype, backend, device):
+    check(make_case(fewer_interpreted(100), 40, 211, dtype, device, **options), backend, **terms)
 
 
-def test_sixteen_bits(backend, device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 8.0}], ids=str)
+def test_sixteen_bits(options, dtype, backend, device):
     """Without clipping: plain torch's rounded logits would put tokens on the wrong side of its range."""
-    shape = (fewer_interpreted(252), 507, 123)
-    check(make_case(*shape, torch.bfloat16, device, bias=True), backend, factor=1.0, clip=None, entropy_coef=0.01)
-    check(make_case(*shape, torch.float16, device), backend, factor=1.0, clip=None)
+    case = make_case(fewer_interpreted(252), 507, 123, dtype, device, bias=True, **options)
+    check(case, backend, factor=1.0, clip=None, entropy_coef=0.01)
 
 
 def test_one_value_per_row(backend, device):
-    case = make_case((6, 15), 24, 101, torch.float64, device)
-    check(case, backend, per_row=True, temperature=0.5 + torch.rand(6, 15, dtype=torch.float64, device=device))
+    temperature = 0.5 + torch.rand(6, 15, dtype=torch.float64)
+    case = make_case((6, 15), 24, 101, torch.float64, device, temperature=temperature)
+    old, advantage, replayed = make_tokens(case)
+    compare(partial(both_functions, tokens=(old, advantage[:, 0], replayed[:, 0])), case, backend)
 
 
 @pytest.mark.parametrize("ignore_index", [7, -5])
@@ -182,48 +186,6 @@ def test_only_tokens_that_matter_enter_the_products(chunk, clip, set_chunk, rows
     if clip is None or backend == "torch":
         with_gradient &= ours[4] == 0
         assert rows_in_products["hidden_gradient"] == rows_in_products["add_weight_gradient"] == with_gradient.sum() > 0
-
-
-def test_all_clipped(backend, rows_in_products, device):
-    """No gradient at all: zeros of the right shape, and no gradient product."""
-    case = make_case(fewer_interpreted(40), 16, 50, torch.float32, device)
-    old, advantage, _ = make_tokens(case, ratio_spread=0.0)
-    _, gradients = run(case, (old - 1, advantage.abs() + 0.1), backend=backend)
-    for leaf, gradient in zip(case.leaves, gradients, strict=True):
-        assert gradient.shape == leaf.shape
-        assert not gradient.any()
-    assert backend != "torch" or rows_in_products["hidden_gradient"] == 0
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (4,), (2, 3)])
-@pytest.mark.parametrize(("normalizer", "by_mask"), [(None, False), (7.0, True)])
-def test_nothing_to_do(shape, normalizer, by_mask, backend, device):
-    """An empty batch, or all left out: loss 0, attached to the graph, gradients 0; a batch that only keeps step."""
-    case = make_case(shape, 8, 20, torch.float32, device, bias=True, ignored=False)
-    mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    if not by_mask:
-        case.target.fill_(-100)
-        mask = None
-    zeros = torch.zeros(shape, device=device)
-    result = case.policy_loss(zeros, zeros, mask=mask, normalizer=normalizer, entropy_coef=0.1, backend=backend)
-    assert result.loss.item() == 0
-    assert result.loss.requires_grad
-    assert not any(values.any() for values in result[1:])
-    for leaf, gradient in zip(case.leaves, case.gradients(result.loss), strict=True):
-        assert gradient.shape == leaf.shape
-        assert not gradient.any()
-
-
-def test_upstream_gradient_scales(backend, device):
-    """Nothing depends on the loss being the last operation; a float16 loss scale works too."""
-    for dtype in (torch.float64, torch.float16):
-        case = make_case(fewer_interpreted(60), 30, 47, dtype, device)
-        old, advantage, replayed = make_tokens(case)
-        arguments = {"tokens": (old, advantage), "replayed": replayed, "clip": None, "normalizer": 1e5}
-        _, ours = run(case, upstream=4096.0, backend=backend, **arguments)
-        _, exact = run(case.to(torch.float64), function=reference.linear_policy_loss, upstream=4096.0, **arguments)
-        for mine, true in zip(ours, exact, strict=True):
-            assert relative_error(mine, true) < 4 * torch.finfo(dtype).eps
 
 
 def test_loss_does_not_depend_on_packing(backend, device):

@@ -9,7 +9,7 @@ from exgrpo.kernels import dispatch, group_advantage, policy_loss, sequence_entr
 from exgrpo.kernels.chunks.products import Products
 
 from .conftest import backends_of
-from .support import InsideMode, make_case, make_tokens
+from .support import make_case, make_tokens
 
 THREADS = (2, 3, 4)
 """More than processors, perhaps: sums are cut into as many parts all the same."""
@@ -21,27 +21,6 @@ OPTIONS = {
     "allowed_tokens": {"allowed_tokens": (1, 0, 2, 211, 9, 1, 40, 17, 3)},
 }
 CASES = [*((shape, "plain") for shape in (*SHAPES, MANY)), *(((301, 40, 211), name) for name in OPTIONS)]
-SUMS = {"sum", "mean", "var", "std", "cumsum", "linalg_vector_norm", "mv", "addmv", "dot", "index_add", "scatter_add"}
-
-
-class SumsOfTorch(InsideMode):
-    """Finds the sums of floating numbers whose order torch chooses by the number of threads, or may choose so.
-
-    A sum over the last dimension is one thread's for each row, and products of matrices are the library's.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.found = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        name = function._schema.name.removeprefix("aten::").rstrip("_")
-        if name in SUMS and args[0].is_floating_point() and len(args[0]) > 1:
-            rows = name == "sum" and args[0].dim() == 2 and args[1] in ([1], [-1])
-            if not rows:
-                self.found.add(str(function))
-        return out
 
 
 @pytest.fixture(params=backends_of("cpu"))
@@ -129,13 +108,3 @@ def test_tokens(tokens, dtype, set_threads):
         return results
 
     assert_same_bits(everything, set_threads)
-
-
-@pytest.mark.parametrize("options", ["plain", *OPTIONS])
-def test_no_sum_is_cut_by_torch(options, dtype, name):
-    """Whether it is, and where, depends on processor and size: no such sum is there at all."""
-    everything = everything_of((301, 40, 211), options, dtype, name)
-    everything()  # which tests the backend once
-    with SumsOfTorch() as sums:
-        everything()
-    assert sums.found == set()
