@@ -10,7 +10,7 @@ from torch import Tensor
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.products import LogitGradient, Products
-from exgrpo.kernels.inputs import LEFT_OUT, AllowedTokens, Gradients, Head, Needed, compute_dtype
+from exgrpo.kernels.inputs import LEFT_OUT, AllowedIds, Gradients, Head, Needed, compute_dtype
 
 
 class Targets(NamedTuple):
@@ -84,7 +84,7 @@ class ChunkedHead:
         return Products(self.head.weight, self.options.operand, self.options.memory)
 
     @property
-    def sets(self) -> AllowedTokens:
+    def sets(self) -> AllowedIds:
         """The sets of allowed tokens, of a head that has them."""
         assert self.options.allowed_tokens is not None
         return self.options.allowed_tokens
@@ -184,7 +184,6 @@ class GradientSums:
 
     @property
     def _is_fresh(self) -> bool:
-        """True if nothing was added to the gradient of the weight yet."""
         return not self.begun and self.weight is not self.given
 
 
