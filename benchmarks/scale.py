@@ -169,7 +169,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
         replay.restore(ReplayState(values, arrays, store.load(arrays)))
 
     found["load"], _ = timed(load)
-    found["loaded_bytes"] = (resident("RssAnon") - before) / replay.memory.trajectory_count
+    found["loaded_bytes"] = (resident("RssAnon") - before) / len(replay.memory.table)
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 

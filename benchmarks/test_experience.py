@@ -127,7 +127,7 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
         return lambda: benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     if what == "count":
         memory = experience.memory
-        return lambda: benchmark.pedantic(lambda: (memory.trajectory_count, memory.bucket_sizes()), rounds=ROUNDS)
+        return lambda: benchmark.pedantic(lambda: (len(memory.table), memory.bucket_sizes()), rounds=ROUNDS)
 
     def take(batch: StepBatch) -> None:
         experience.memory.update(batch, STEPS, experience.memory.admitted(batch))
@@ -135,10 +135,10 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
     if what == "update":
         return lambda: benchmark.pedantic(take, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
     store = ExperienceStore(folder)
-    store.save(experience.memory.all_trajectories())
+    store.save(experience.memory.table.stored())
 
     def save() -> None:
-        store.save(experience.memory.all_trajectories())
+        store.save(experience.memory.table.stored())
 
     return lambda: benchmark.pedantic(save, setup=lambda: take(experience.batch()), rounds=5)
 

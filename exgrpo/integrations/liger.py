@@ -230,5 +230,4 @@ def _per_token(weight: Tensor | None, mask: Tensor) -> Tensor:
 
 
 def _share(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean over unmasked tokens."""
     return (values * mask).sum() / mask.sum().clamp(min=1)

@@ -227,7 +227,6 @@ def _compared_tokens(model: Any) -> Tensor:
 
 
 def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:
-    """Compare the fused results with the model's own logits, within what rounding to its dtype explains."""
     exact = logits[0, :-1].double().log_softmax(-1)
     log_prob = exact.gather(-1, tokens[0, 1:, None]).squeeze(-1)
     entropy = -(exact.exp() * exact).sum(-1)
@@ -244,7 +243,6 @@ def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Disable gradients and dropout; restore every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

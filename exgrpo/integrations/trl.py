@@ -38,7 +38,7 @@ with needs(__name__, "exgrpo[trl]"):
     from exgrpo.train.common.records import Score
     from exgrpo.train.common.step_batch import StepBatch
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay
-    from exgrpo.train.replay.replayed import ImportanceWeighting
+    from exgrpo.train.replay.rules import ImportanceWeighting
 
 __all__ = ["ExGRPOConfig", "ExGRPOTrainer", "FusedLossMixin"]
 
@@ -337,7 +337,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
             "refilled": refilled,
             "replay_open": float(self.replay.open),
             "buffer_questions": len(memory),
-            "buffer_trajectories": memory.trajectory_count,
+            "buffer_trajectories": len(memory.table),
             "retired": int(memory.retired.sum()),
         }
         for name, value in numbers.items():

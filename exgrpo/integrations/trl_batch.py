@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.config.objective import MethodOptions
-from exgrpo.train.replay.advantages import fill_advantages
+from exgrpo.train.replay.groups import fill_advantages
 
 Batch = dict[str, Tensor]
 TOKEN_TENSORS = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")

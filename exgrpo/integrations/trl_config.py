@@ -230,7 +230,6 @@ def _needs(kind: MethodKind, name: str) -> Needs:
 
 
 def _truncated_sampling(options: GRPOConfig) -> list[str]:
-    """Return options, with values, that keep answers from being sampled from the whole distribution."""
     whole = {
         "top_p": (None, 1),
         "top_k": (None, 0, -1),

@@ -52,8 +52,6 @@ MARK = "_exgrpo_trl"
 
 @dataclass(eq=False)
 class _FusedModel:
-    """State of a patched model; an attribute of the model, so that a copy gets its own."""
-
     forward: Replacement
     logit_map: LogitMap
     temperature: float
@@ -246,7 +244,6 @@ class FusedLossMixin(GRPOTrainer):
         return micro_batches / inputs["num_items_in_batch"].clamp(min=1)
 
     def _mean_rows(self, inputs: dict[str, Any]) -> float:
-        """Return the divisor of means over the rows of a micro-batch."""
         return len(inputs["completion_mask"])
 
     def _entropy_coef(self) -> float:

@@ -46,8 +46,8 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.config.objective import SURROGATES, overlong_penalty
     from exgrpo.train.policy.loss import LossTerms
     from exgrpo.train.replay import MeanScores, PlannedGroup, Replay, replay_metrics
-    from exgrpo.train.replay.advantages import fill_advantages
-    from exgrpo.train.replay.replayed import ImportanceWeighting
+    from exgrpo.train.replay.groups import fill_advantages
+    from exgrpo.train.replay.rules import ImportanceWeighting
 
 EXPERIENCE, PROMPTS = "experience", "prompts.npz"
 """Folder of the stored answers in a checkpoint, and its file with the prompts of their questions."""

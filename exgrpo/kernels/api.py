@@ -35,6 +35,9 @@ def linear_log_prob(
     in nats and both differentiable in ``hidden``, ``weight`` and ``bias``. The logits are formed for a chunk of
     tokens at a time, in float32 whatever the dtype of the inputs, and formed again in the backward.
 
+    D is the hidden size, V the vocabulary. ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance; it
+    may hold no token at all.
+
     Args:
         hidden: hidden states, ``[..., D]``; float16, bfloat16, float32 or float64.
         weight: the head, ``[V, D]``, of the same dtype. Under ``torch.autocast`` the two may differ and are both
@@ -86,15 +89,6 @@ def linear_log_prob(
             That a set of ``allowed_tokens`` has an id twice, or lacks its target, is seen on a GPU only then.
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
             torch.func, or with ``create_graph=True``. With ``backend="reference"`` it may be.
-
-    Shape:
-        - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
-        - target, temperature: ``[...]``
-        - allowed_tokens: ``[M]``, ``[T + 1]``
-        - log_prob, entropy: ``[...]``
-
-        D is the hidden size, V the vocabulary. ``...`` is any number of dimensions, ``[T]`` or ``[B, L]`` for instance;
-        it may hold no token at all.
 
     Example::
 
@@ -201,15 +195,6 @@ def linear_policy_loss(
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd; see there too.
 
-    Shape:
-        - hidden: ``[..., D]``, weight: ``[V, D]``, bias: ``[V]``
-        - target, old_log_prob, mask, temperature: ``[...]``
-        - allowed_tokens: ``[M]``, ``[T + 1]``
-        - advantage, replayed: ``[...]``, or ``[B]`` where ``...`` is ``[B, L]``
-        - loss: ``[]``, and log_prob, entropy, ratio, clipped: ``[...]``
-
-        D is the hidden size, V the vocabulary. ``...`` is any number of dimensions; it may hold no token at all.
-
     Example::
 
         >>> hidden = torch.randn(2, 5, 16, requires_grad=True)
@@ -293,12 +278,6 @@ def sequence_entropy(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has the wrong shape, device or value; see :func:`linear_log_prob`.
         NotImplementedError: the call is differentiated in forward mode or by torch.func.
-
-    Shape:
-        - hidden: ``[T, D]``, weight: ``[V, D]``, bias: ``[V]``
-        - target, temperature: ``[T]``
-        - allowed_tokens: ``[M]``, ``[T + 1]``
-        - cu_seqlens: ``[N + 1]``, result: ``[N]``
 
     Example::
 

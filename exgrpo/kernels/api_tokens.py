@@ -58,11 +58,6 @@ def policy_loss(
         NotImplementedError: the call is differentiated otherwise than once by torch.autograd: in forward mode, by
             torch.func, or with ``create_graph=True``. :func:`exgrpo.kernels.reference.policy_loss` may be.
 
-    Shape:
-        - log_prob, old_log_prob, entropy, mask: ``[...]``
-        - advantage, replayed: ``[...]``, or ``[B]`` where ``...`` is ``[B, L]``
-        - loss: ``[]``, and log_prob, entropy, ratio, clipped: ``[...]``
-
     Example::
 
         >>> log_prob = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)

@@ -43,11 +43,6 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def size_class(logits: int) -> str:
-    """Return "small" or "large"."""
-    return "large" if logits > LARGE else "small"
-
-
 def talkative() -> bool:
     """True if EXGRPO_DEBUG asks for a line about each kind of call."""
     return os.environ.get(DEBUG, "0") not in ("", "0")

@@ -154,7 +154,7 @@ def take(name: str, kind: CallKind, group: "ProcessGroup | None" = None) -> Back
         for other, why in wrong.items():
             backend_choice.say(f"the {taken} backend computes on {device.type}, as {other} is not available: {why}")
     if backend_choice.talkative():
-        called = f"{operation}, {backend_choice.size_class(size)}, {dtype} on {device.type}"
+        called = f"{operation}, {'large' if size > backend_choice.LARGE else 'small'}, {dtype} on {device.type}"
         backend_choice.say(f"{called}: {taken} ({name} requested)")
     return load(taken)
 

@@ -20,8 +20,7 @@ from exgrpo.train.policy.batch import MiniBatch, build_minibatches, rows_of
 from exgrpo.train.policy.correction import correct
 from exgrpo.train.policy.flops import Reading, Work, together
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.policy.reference import Reference
-from exgrpo.train.policy.scores import NONE, FreshScorer, Scored
+from exgrpo.train.policy.scores import NONE, FreshScorer, Reference, Scored
 from exgrpo.train.policy.update import UpdateStats
 from exgrpo.train.replay import (
     MeanScores,
@@ -33,8 +32,8 @@ from exgrpo.train.replay import (
     planned_from,
     replay_metrics,
 )
-from exgrpo.train.replay.advantages import fill_advantages
-from exgrpo.train.replay.replayed import ImportanceWeighting
+from exgrpo.train.replay.groups import fill_advantages
+from exgrpo.train.replay.rules import ImportanceWeighting
 from exgrpo.train.rollout.answers import Produced, RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops

@@ -24,7 +24,7 @@ from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
-from exgrpo.train.replay.advantages import fill_advantages
+from exgrpo.train.replay.groups import fill_advantages
 from tests.integrations.test_trl_loss import batch
 from tests.integrations.trl_trainers import ACCUMULATION, COMPLETION, grpo, outcome
 from tests.train.batches import Row, make_batch

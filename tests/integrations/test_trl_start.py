@@ -50,7 +50,7 @@ def expert(path: Path) -> str:
 
 
 def stored(trainer: ExGRPOTrainer) -> list[Trajectory]:
-    return list(trainer.replay.memory.all_trajectories())
+    return list(trainer.replay.memory.table.stored())
 
 
 def begun(trainer: ExGRPOTrainer) -> dict[int, Trajectory]:

@@ -228,7 +228,7 @@ def stored(folder: Path, step: int, options: Config) -> list[Trajectory]:
     """Return the experience in a checkpoint."""
     replay = replay_of(options)
     load_replay(folder / "checkpoints" / f"global_step_{step}" / "experience", replay)
-    return list(replay.memory.all_trajectories())
+    return list(replay.memory.table.stored())
 
 
 def check_choice(of_step: dict[str, Any], model: LlamaForCausalLM) -> int:

@@ -77,3 +77,8 @@ def sets(tokens: Sequence[int]) -> list[list[int]]:
 def lists(allowed_tokens: AllowedTokens | None) -> list[list[int]] | None:
     """Return the ids allowed for each token."""
     return None if allowed_tokens is None else [ids.tolist() for ids in allowed_tokens.lists()]
+
+
+def trajectories(memory, question):
+    """The stored answers to a question, oldest first."""
+    return tuple(one for one in memory.table.stored() if one.question == question)

@@ -23,7 +23,6 @@ SMALL = ModelShape(
     kv_heads=2,
     head_width=16,
     vocabulary=97,
-    tied=False,
     sides={
         **dict.fromkeys(("q_proj", "o_proj"), 3 * 128),
         **dict.fromkeys(("k_proj", "v_proj"), 3 * 96),

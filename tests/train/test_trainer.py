@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.batches import lists, rows_of, sets
+from tests.train.batches import lists, rows_of, sets, trajectories
 from tests.train.fakes import ScriptedGrader, engine_log_prob, fake_score, marked
 from tests.train.trainers import K, half, make, updated
 
@@ -44,9 +44,9 @@ def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
     weigh = "shaped" if correct else "uncorrected"
     trainer = make(half(20), rollout={"temperature": 0.5}, objective={"weigh": weigh})
     trainer.step(1)
-    for stored in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
+    for stored in (t for q in range(20) for t in trajectories(trainer.replay.memory, q)):
         np.testing.assert_array_equal(stored.log_prob, fake_score(stored.response, 0, 0.5).log_prob)
-    candidates = {q: trainer.replay.memory.trajectories(q) for q in range(20)}
+    candidates = {q: trajectories(trainer.replay.memory, q) for q in range(20)}
     version = trainer.policy.version
     trainer.policy.updates.clear()
     replayed = [row for row in rows_of(trainer.step(2).batch) if row.replayed]
@@ -67,7 +67,7 @@ def test_ratios_are_at_the_rollout_temperature_and_the_selection_at_1(correct):
 def test_allowed_tokens_go_with_the_answer_to_every_score_but_that_of_the_selection(behaviour):
     trainer = make(half(20), rollout={"top_p": 0.9, "temperature": 0.5, "behaviour": behaviour})
     trainer.step(1)
-    stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
+    stored = [t for q in range(20) for t in trajectories(trainer.replay.memory, q)]
     assert stored
     assert all(lists(t.allowed_tokens) == sets(t.response) for t in stored)
     trainer.policy.updates.clear()
@@ -85,7 +85,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     cap = 1.05
     trainer = make(half(20), rollout={"behaviour": "engine", "correction_bounds": (0, cap)})
     trainer.step(1)
-    stored = [t for q in range(20) for t in trainer.replay.memory.trajectories(q)]
+    stored = [t for q in range(20) for t in trajectories(trainer.replay.memory, q)]
     assert stored
     for trajectory in stored:
         assert trajectory.old_log_probs_from == "engine"
@@ -112,7 +112,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
 def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says():
     trainer = make(half(20), free_log_prob=True)
     metrics = trainer.step(1).metrics
-    for trajectory in (t for q in range(20) for t in trainer.replay.memory.trajectories(q)):
+    for trajectory in (t for q in range(20) for t in trajectories(trainer.replay.memory, q)):
         assert trajectory.old_log_probs_from == "trainer"
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
     assert not any(minibatch.batch.has("factor") for minibatch, _ in trainer.policy.updates)
@@ -163,7 +163,7 @@ def test_a_checkpoint_keeps_the_questions_that_are_ahead():
 def test_the_replayed_trajectory_is_the_best_under_the_current_policy(rule, key):
     trainer = make(half(12), experience={"trajectory": rule, "ratio": 0.75})
     for step in range(1, 5):
-        stored = {q: trainer.replay.memory.trajectories(q) for q in range(12)}
+        stored = {q: trajectories(trainer.replay.memory, q) for q in range(12)}
         version = trainer.policy.version
         result = trainer.step(step)
         for row in (row for row in rows_of(result.batch) if row.replayed):
@@ -291,7 +291,7 @@ def test_continuous_rewards_are_stored_replayed_and_start_replay_by_their_mean()
         answers = [row for row in rows_of(second.batch) if row.question == question]
         mean = np.mean([row.reward for row in answers])
         better = [row.token.tolist() for row in answers if row.reward > mean]
-        assert [t.response.tolist() for t in trainer.replay.memory.trajectories(question)] == better
+        assert [t.response.tolist() for t in trajectories(trainer.replay.memory, question)] == better
     assert len(set(trainer.replay.memory.count[trainer.replay.memory.count > 0].tolist())) > 1
     third = trainer.step(3)
     assert third.metrics["replayed"] == 3
@@ -312,7 +312,7 @@ def test_a_success_is_what_the_configuration_says(success, counts):
     assert trainer.replay.open == counts
     assert trainer.replay.memory.retired.tolist() == [counts and q == 3 for q in range(10)]
     trainer.step(2)
-    assert trainer.replay.memory.trajectory_count == (18 if counts else 0)
+    assert len(trainer.replay.memory.table) == (18 if counts else 0)
     masked = make(half(10), reward={"success": success}, questions=10, objective={"train_on": "medium"})
     masked.rollout_worker.grader = peak(0.9)
     masked.step(1)
@@ -366,7 +366,7 @@ def test_metrics_describe_the_step():
     assert metrics["response_tokens"] == pytest.approx(np.mean(lengths))
     assert metrics["replayed_age"] == 1
     assert metrics["buffer_questions"] == len(trainer.replay.memory)
-    assert metrics["buffer_trajectories"] == trainer.replay.memory.trajectory_count
+    assert metrics["buffer_trajectories"] == len(trainer.replay.memory.table)
     assert metrics["generated_tokens"] > sum(lengths)
     assert metrics["tokens_per_second/generate"] == pytest.approx(sum(lengths) / metrics["seconds/generate"])
     assert metrics["prefix_cache_hits"] == pytest.approx(0.4)

@@ -16,10 +16,10 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import SURROGATES
 from exgrpo.train.config.options import Config, ObjectiveConfig, RolloutConfig
 from exgrpo.train.policy.batch import MiniBatch, build_minibatches
-from exgrpo.train.policy.reference import Reference
+from exgrpo.train.policy.scores import Reference
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
-from exgrpo.train.replay.advantages import fill_advantages
+from exgrpo.train.replay.groups import fill_advantages
 from exgrpo.train.rollout.engine import EngineSettings, RolloutEngine, Sampling, collect
 from tests.train.asking import requests_for
 from tests.train.batches import Row, make_batch

@@ -10,7 +10,7 @@ from torch import Tensor
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.products import LogitGradient, Products
-from exgrpo.kernels.inputs import LEFT_OUT, Gradients, Head, Needed, compute_dtype
+from exgrpo.kernels.inputs import LEFT_OUT, AllowedIds, Gradients, Head, Needed, compute_dtype
 
 
 class Targets(NamedTuple):
@@ -82,6 +82,12 @@ class ChunkedHead:
     def products(self) -> Products:
         """Products with the weight, of which they may hold a rounded copy: made when they are needed first."""
         return Products(self.head.weight, self.options.operand, self.options.memory)
+
+    @property
+    def sets(self) -> AllowedIds:
+        """The sets of allowed tokens, of a head that has them."""
+        assert self.options.allowed_tokens is not None
+        return self.options.allowed_tokens
 
     def chunks(self, start: int, end: int, step: int, tile: int) -> Iterator[Chunk]:
         """The tokens [start, end) of the walk, at most ``step`` at a time, in whole tiles."""
@@ -178,7 +184,6 @@ class GradientSums:
 
     @property
     def _is_fresh(self) -> bool:
-        """True if nothing was added to the gradient of the weight yet."""
         return not self.begun and self.weight is not self.given
 
 

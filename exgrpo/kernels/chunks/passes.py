@@ -1,11 +1,13 @@
 """Protocols of a backend: the passes over the logits of a chunk, and the small operations around the head."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.chunks import softmax
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
 from exgrpo.kernels.chunks.products import LogitGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
@@ -84,22 +86,10 @@ class Backend(Protocol):
         """Return the mean of the counted values of each segment."""
 
 
-class Formulas(Protocol):
-    """The formulas of `softmax` for rows whose sums are known; a module of plain functions is one."""
-
-    def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
-        """Return statistics, log-probabilities and entropies: `softmax.finished`."""
-
-    def policy_rows(
-        self, sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None, out: Tensor
-    ) -> PolicyRows:
-        """Compute the objective of rows and the factors of its gradient: `softmax.policy_rows`."""
-
-
 class ByFormulas:
-    """The passes that read no logits, by a backend's formulas."""
+    """The passes that read no logits, by the functions `finished` and `policy_rows` of a module."""
 
-    formulas: Formulas
+    formulas: ModuleType = softmax
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         return self.formulas.finished(sums)

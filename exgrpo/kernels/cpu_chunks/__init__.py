@@ -5,14 +5,3 @@ from exgrpo.kernels.cpu_chunks.cpu_passes import ALLOWED_PART, allowed_passes_of
 from exgrpo.kernels.cpu_chunks.cpu_tokens import centre_groups, segment_mean, token_objective
 from exgrpo.kernels.objective import scale
 from exgrpo.kernels.torch_chunks.torch_allowed import MaskedPasses as masked_passes_of
-
-__all__ = [
-    "ALLOWED_PART",
-    "allowed_passes_of",
-    "centre_groups",
-    "masked_passes_of",
-    "passes_of",
-    "scale",
-    "segment_mean",
-    "token_objective",
-]

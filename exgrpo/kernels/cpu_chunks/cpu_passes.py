@@ -102,9 +102,7 @@ class CpuAllowedPasses(AllowedPasses):
         self.written_once = self.operand
         bias = head.head.bias
         self.bias = None if bias is None else bias.to(self.compute).contiguous()
-        self.ids = (
-            torch.empty(0) if head.options.allowed_tokens is None else head.options.allowed_tokens.ids.contiguous()
-        )
+        self.ids = head.sets.ids.contiguous()
 
     def scratch(self) -> tuple[int, ...]:
         return ()

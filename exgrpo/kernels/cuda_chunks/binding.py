@@ -4,7 +4,6 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -42,19 +41,6 @@ class Build(ctypes.Structure):
     """CUDA of the library's build, and the newest one that the driver supports: csrc/cuda/build.h."""
 
     _fields_ = (("runtime", c_int32), ("driver", c_int32))
-
-
-class Signature(NamedTuple):
-    """Types of one of the library's functions."""
-
-    result: type
-    arguments: tuple[type, ...]
-
-
-SIGNATURES = {
-    "exgrpo_build": Signature(Build, ()),
-    "exgrpo_product": Signature(c_char_p, (POINTER(ProductArguments), c_void_p)),
-}
 
 
 def unavailable(device: torch.device) -> str:
@@ -110,9 +96,9 @@ def load() -> ctypes.CDLL:
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """A library with the signatures of its functions."""
-    for name, signature in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = signature
+    library.exgrpo_build.restype, library.exgrpo_build.argtypes = Build, ()
+    library.exgrpo_product.restype = c_char_p
+    library.exgrpo_product.argtypes = (POINTER(ProductArguments), c_void_p)
     return library
 
 

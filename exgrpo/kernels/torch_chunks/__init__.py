@@ -5,14 +5,3 @@ from exgrpo.kernels.torch_chunks.torch_allowed import ALLOWED_PART
 from exgrpo.kernels.torch_chunks.torch_allowed import AllowedPasses as allowed_passes_of
 from exgrpo.kernels.torch_chunks.torch_allowed import MaskedPasses as masked_passes_of
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses as passes_of
-
-__all__ = [
-    "ALLOWED_PART",
-    "allowed_passes_of",
-    "centre_groups",
-    "masked_passes_of",
-    "passes_of",
-    "scale",
-    "segment_mean",
-    "token_objective",
-]

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks import chunking, softmax
+from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.passes import ByFormulas, Formulas, Held
+from exgrpo.kernels.chunks.passes import ByFormulas, Held
 from exgrpo.kernels.chunks.products import LogitGradient
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
@@ -52,7 +52,6 @@ class Pairs(NamedTuple):
 class AllowedPasses(ByFormulas):
     """The passes over the pairs of a chunk: what is held are the pairs, and exp(d) of each, 0 at the targets."""
 
-    formulas: Formulas = softmax
     block = None  # a row without a gradient has factor 0, and few pairs
     tile = 1
     pair_bytes = PAIR_BYTES
@@ -80,13 +79,11 @@ class AllowedPasses(ByFormulas):
 
     def pairs_of(self, chunk: Chunk) -> Pairs:
         """Return the pairs of a chunk."""
-        allowed_tokens = self.head.options.allowed_tokens
-        assert allowed_tokens is not None
         sets = sets_of(self.head, chunk)
         sizes = sets.bounds.diff()
         row = torch.repeat_interleave(sizes)
         shift = sets.starts - sets.bounds[:-1]
-        ids = allowed_tokens.ids[torch.arange(len(row), device=sizes.device) + shift[row]]
+        ids = self.head.sets.ids[torch.arange(len(row), device=sizes.device) + shift[row]]
         word, held = self.head.shard.locate(ids.long())
         is_target = ids == self.head.of_tokens(self.head.head.target, chunk.rows)[row]
         targets = (is_target if held is None else is_target & held).nonzero().squeeze(1)
@@ -216,11 +213,8 @@ def reduced(values: Tensor, how: str, sets: Sets) -> Tensor:
 
 def sets_of(walk: ChunkedHead, chunk: Chunk) -> Sets:
     """Return the sets of a chunk's rows."""
-    allowed_tokens = walk.options.allowed_tokens
-    assert allowed_tokens is not None
-    starts, ends = (
-        walk.of_tokens(values, chunk.rows) for values in (allowed_tokens.offsets[:-1], allowed_tokens.offsets[1:])
-    )
+    offsets = walk.sets.offsets
+    starts, ends = (walk.of_tokens(values, chunk.rows) for values in (offsets[:-1], offsets[1:]))
     sizes = ends - starts
     bounds = sizes.new_zeros(len(sizes) + 1)
     torch.cumsum(sizes.masked_fill(sizes == 1, 0), 0, out=bounds[1:])
@@ -231,9 +225,7 @@ def extent(walk: ChunkedHead) -> tuple[int, int]:
     """Return the number of pairs of a walk, and of one row at most. Waits for the device."""
     if not walk.count:
         return 0, 0
-    allowed_tokens = walk.options.allowed_tokens
-    assert allowed_tokens is not None
-    sizes = walk.of_tokens(allowed_tokens.offsets.diff())
+    sizes = walk.of_tokens(walk.sets.offsets.diff())
     pairs, most = torch.stack((sizes.sum(), sizes.max())).tolist()
     return pairs, most
 
@@ -243,14 +235,10 @@ class MaskedPasses(TorchPasses):
 
     def logits(self, chunk: Chunk) -> Tensor:
         logits = super().logits(chunk)
-        allowed_tokens, shard = self.head.options.allowed_tokens, self.head.shard
-        assert allowed_tokens is not None
-        starts, ends = (
-            self.head.of_tokens(x, chunk.rows).tolist()
-            for x in (allowed_tokens.offsets[:-1], allowed_tokens.offsets[1:])
-        )
+        (ids, offsets), shard = self.head.sets, self.head.shard
+        starts, ends = (self.head.of_tokens(x, chunk.rows).tolist() for x in (offsets[:-1], offsets[1:]))
         for row, start, end in zip(logits, starts, ends, strict=True):
-            word, held = shard.locate(allowed_tokens.ids[start:end].long())
+            word, held = shard.locate(ids[start:end].long())
             word = word if held is None else word[held]
             values = row[word]
             row.fill_(-torch.inf)[word] = values

@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks import chunking, softmax
+from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, Targets
-from exgrpo.kernels.chunks.passes import ByFormulas, Formulas, Held
+from exgrpo.kernels.chunks.passes import ByFormulas, Held
 from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import UNDERFLOWN, Factors, Statistics, Sums
 from exgrpo.kernels.inputs import VocabShard
@@ -24,7 +24,6 @@ BLOCKS = 5
 class TorchPasses(ByFormulas):
     """Passes in place: the chunk's logits become exp(d), then F, in the same memory."""
 
-    formulas: Formulas = softmax
     tile = 1
 
     def __init__(self, head: ChunkedHead) -> None:

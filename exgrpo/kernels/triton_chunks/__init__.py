@@ -9,19 +9,7 @@ from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses, plan_of
 from exgrpo.kernels.triton_chunks.triton_tokens import centre_groups, scale, segment_mean, token_objective
 
 
-def passes_of(head: ChunkedHead) -> TritonPasses:
+def passes_of(head: ChunkedHead, fused: type[FusedTritonPasses] = FusedTritonPasses) -> TritonPasses:
     """Return the passes that the launch plan has for a head."""
     chosen = plan_of(head)
-    return FusedTritonPasses(head, chosen) if chosen.fused else TritonPasses(head, chosen)
-
-
-__all__ = [
-    "ALLOWED_PART",
-    "allowed_passes_of",
-    "centre_groups",
-    "masked_passes_of",
-    "passes_of",
-    "scale",
-    "segment_mean",
-    "token_objective",
-]
+    return fused(head, chosen) if chosen.fused else TritonPasses(head, chosen)

@@ -102,15 +102,14 @@ class TritonAllowedPasses(AllowedPasses):
 
     def _pairs_and_logits(self, chunk: Chunk) -> tuple[TritonPairs, Tensor]:
         sets = sets_of(self.head, chunk)
-        count, allowed_tokens, shard = int(sets.bounds[-1]), self.head.options.allowed_tokens, self.head.shard
-        assert allowed_tokens is not None
+        count, shard = int(sets.bounds[-1]), self.head.shard
         hidden = chunk.hidden.contiguous()
         pairs = TritonPairs(sets, *hidden.new_empty(2, count, dtype=torch.int32))
         logits = hidden.new_empty(count, dtype=self.compute)
         if count:
             with torch.cuda.device_of(logits):
                 pairs_kernel[(len(hidden),)](
-                    allowed_tokens.ids.contiguous(),
+                    self.head.sets.ids.contiguous(),
                     *pairs.sets,
                     pairs.row,
                     pairs.column,

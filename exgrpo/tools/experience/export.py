@@ -86,8 +86,9 @@ def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
 
 
 def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
-    found, answers = experience.answers[places], experience.answers
+    answers = experience.answers
     rows = np.arange(len(answers))[places]
+    found = [answers[row] for row in rows.tolist()]
     questions = [experience.asked(one.question) for one in found]
     columns: dict[str, Any] = {
         "question": [question.text for question in questions],

@@ -61,7 +61,8 @@ class ExperienceStore:
         numbers, block = np.unique(answers.columns["block"], return_inverse=True)
         names = [self._name(answers.blocks[number]) for number in numbers.tolist()]
         rows = {**answers.columns, "block": block}
-        return {"blocks": _digests(names), **{f"{ROW}{name}": values for name, values in rows.items()}}
+        digests = np.array([list(bytes.fromhex(name)) for name in names], np.uint8).reshape(-1, 32)
+        return {"blocks": digests, **{f"{ROW}{name}": values for name, values in rows.items()}}
 
     def _name(self, block: TokenBlock) -> str:
         """Return the name of a block's file, which is written where it lacks something."""
@@ -141,10 +142,6 @@ class ExperienceStore:
 def file_names(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """Return the names of the files that a checkpoint's arrays refer to."""
     return [bytes(name).hex() for name in arrays["segments" if "segments" in arrays else "blocks"]]
-
-
-def _digests(names: list[str]) -> np.ndarray:
-    return np.array([list(bytes.fromhex(name)) for name in names], np.uint8).reshape(-1, 32)
 
 
 def _packed(block: TokenBlock) -> dict[str, np.ndarray]:

@@ -187,7 +187,6 @@ def _window(options: dict[str, Any]) -> int | None:
 
 
 def _unknown(options: dict[str, Any]) -> list[str]:
-    """Names of what a model gives that may change the result."""
     return [name for name in options.keys() - _HARMLESS if options[name] is not None]
 
 

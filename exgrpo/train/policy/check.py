@@ -74,7 +74,7 @@ def check_weights(model: ModelSource, world: World = ALONE) -> None:
         try:
             return _read_share(model, empty, world)
         except (ModelError, OSError) as error:
-            raise ModelError(f"{refused}: {_one_line(error)}") from None
+            raise ModelError(f"{refused}: {shown(error, 500)}") from None
 
     not_finite = [name for of_rank in world.gather(agree(world, read_share)) for name in of_rank]
     if not_finite:
@@ -103,7 +103,7 @@ def _files(path: str) -> list[str]:
         except OSError:
             raise
         except Exception as error:  # of whatever kind: an index may hold anything
-            raise ModelError(f"{name} is no index of weights ({_one_line(error)})") from None
+            raise ModelError(f"{name} is no index of weights ({shown(error, 500)})") from None
     raise ModelError(f"it has no weights, neither {', '.join(FILES[:-1])} nor {FILES[-1]}")
 
 
@@ -113,7 +113,7 @@ def _header(file: str) -> Header:
     except Exception as error:
         # Of whatever kind: each format has errors of its own for what is cut off or damaged.
         raise ModelError(
-            f"{Path(file).name} cannot be read ({_one_line(error)}): download it or save it again"
+            f"{Path(file).name} cannot be read ({shown(error, 500)}): download it or save it again"
         ) from None
 
 
@@ -132,7 +132,7 @@ def _mismatch(empty: PreTrainedModel, headers: Iterable[Header]) -> str:
                 output_loading_info=True,
             )
     except (RuntimeError, ValueError) as error:  # weights that belong together, such as experts, and are not all there
-        return _one_line(error)
+        return shown(error, 500)
     shapes = [f"{name} {list(found)} instead of {list(own)}" for name, found, own in report["mismatched_keys"]]
     return listed(
         {
@@ -158,7 +158,6 @@ def _silence() -> Iterator[None]:
 
 
 def _not_finite(weights: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Names of those weights, given by file and name, in which a number is NaN or infinite."""
     for file in dict.fromkeys(file for file, _ in weights):
         for name, weight in _read(file, [name for of, name in weights if of == file]):
             # The extremes are NaN where any number is; unlike isfinite this reads at the memory's speed.
@@ -183,7 +182,3 @@ def listed(kinds: Mapping[str, Iterable[str]]) -> str:
 def _shortened(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return ", ".join(names[:SHOWN_NAMES]) + more
-
-
-def _one_line(error: Exception) -> str:
-    return shown(error, 500)

@@ -160,7 +160,6 @@ class WholeEngine:
         self._norm = 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        """The module's forward."""
         return self.module(*arguments)
 
     def train(self) -> None:

@@ -217,12 +217,10 @@ def _read(batch: StepBatch) -> Ints:
 
 
 def _longest(batch: StepBatch) -> int:
-    """Tokens of a padded row."""
     return int(_read(batch).max(initial=0)) or 2
 
 
 def _target(batch: StepBatch) -> Ints:
-    """[T] the token to predict, -100 for observations."""
     return np.where(batch.response_mask, batch.token, IGNORED).astype(np.int64)
 
 

@@ -30,25 +30,18 @@ class ModelShape(ForwardFlops):
     Attributes:
         parameters: elements of each parameter, tied ones once.
         mlp, kv_heads: F, G.
-        tied: whether the output embedding is the input embedding.
         sides: inputs and outputs of the decoder's linear layers, added up by the last part of their names.
     """
 
     parameters: tuple[int, ...]
     mlp: int
     kv_heads: int
-    tied: bool
     sides: Mapping[str, int]
 
     @property
     def total(self) -> int:
         """Number of parameters."""
         return sum(self.parameters)
-
-    @property
-    def read_per_token(self) -> int:
-        """Parameters that one decoding step reads: all but an input embedding of its own, of which it reads rows."""
-        return self.total - (0 if self.tied else self.vocabulary * self.width)
 
     def sharded(self, ranks: int) -> int:
         """Elements of one rank's shard: ZeRO-3 cuts every parameter by itself and rounds up."""
@@ -173,7 +166,6 @@ def shape_of(config: Any) -> ModelShape:
         sides=_sides(model),
         mlp=config.intermediate_size,
         kv_heads=getattr(config, "num_key_value_heads", None) or flops.heads,
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
     )
 
 

@@ -258,7 +258,6 @@ def _keys(steps: int) -> tuple[str, ...]:
 
 
 def _in_files(states: States, keys: int) -> Iterator[list[str]]:
-    """The names of the parameters, by file."""
     names: list[str] = []
     size = 0
     for name in states.parameters:
@@ -273,7 +272,6 @@ def _in_files(states: States, keys: int) -> Iterator[list[str]]:
 
 
 def _joined(parts: list[Any], wanted: slice) -> Tensor:
-    """The wanted elements of a state whose parts follow each other."""
     found, start = [torch.empty(0)], 0
     for part in parts:
         (length,) = part.get_shape()

@@ -6,7 +6,6 @@ A - beta2 S, so old answers need no ratio, and groups that are all right or all 
 """
 
 import torch
-from torch import Tensor
 
 from exgrpo.kernels.objective import bounded_ratio
 from exgrpo.train.common.functions import needs
@@ -81,10 +80,6 @@ def coupled(tokens: RatioTokens, options: MethodOptions) -> Objective:
 def _regression(tokens: RatioTokens, options: MethodOptions, scale: float) -> Objective:
     """-scale (A - beta2 S)^2 of each answer."""
     rest = tokens.means(tokens.advantage) - options.objective.beta2 * tokens.sums(tokens.log_ratio)
-    return Objective(-scale * tokens.means(tokens.weight) * rest.square(), *_as_it_is(tokens))
-
-
-def _as_it_is(tokens: RatioTokens) -> tuple[Tensor, Tensor]:
-    """Return the ratios of an objective that does not bound them, and a mask of no clipped tokens."""
     ratio = tokens.ratio.detach()
-    return ratio, torch.zeros_like(ratio, dtype=torch.bool)
+    value = -scale * tokens.means(tokens.weight) * rest.square()
+    return Objective(value, ratio, torch.zeros_like(ratio, dtype=torch.bool))

@@ -2,7 +2,7 @@
 
 Decisions from numpy arrays and a random generator; no model, no process group. `Replay` joins them. A method is five
 functions, in the modules `admit`, `prioritise`, `compose`, `weigh` and `expire` (see `rules`). A new trajectory rule or
-band is an entry in `candidates.RULES` or `difficulty.BANDS`, and its name in the options.
+band is an entry in `candidates.RULES` or `groups.BANDS`, and its name in the options.
 """
 
 from exgrpo.train.common.functions import needs

@@ -12,7 +12,7 @@ from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.objective import MethodOptions
-from exgrpo.train.replay.difficulty import count_successes
+from exgrpo.train.replay.groups import count_successes
 
 
 @needs(distinct="response")

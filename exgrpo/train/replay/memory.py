@@ -11,9 +11,15 @@ from exgrpo.train.common.records import Mask, Trajectory
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.advantages import group_advantages, in_group
 from exgrpo.train.replay.candidates import Candidates
-from exgrpo.train.replay.difficulty import Evidence, count_successes, deviation_counts, success_counts
+from exgrpo.train.replay.groups import (
+    Evidence,
+    count_successes,
+    deviation_counts,
+    group_advantages,
+    in_group,
+    success_counts,
+)
 from exgrpo.train.replay.table import Stored, Table, pack
 
 NEVER = -1
@@ -72,20 +78,6 @@ class ExperienceMemory:
     def __len__(self) -> int:
         """|E|: number of questions with stored trajectories."""
         return int(np.count_nonzero(self.count))
-
-    def trajectories(self, question: int) -> tuple[Trajectory, ...]:
-        """Return the stored answers to a question, oldest first."""
-        stored = self.all_trajectories()
-        return tuple(stored[place] for place in np.flatnonzero(stored.columns["question"] == question).tolist())
-
-    def all_trajectories(self) -> Stored:
-        """Return everything that is stored, in the order in which it was."""
-        return self.table.stored()
-
-    @property
-    def trajectory_count(self) -> int:
-        """Number of stored trajectories."""
-        return len(self.table)
 
     def bucket_sizes(self) -> Ints:
         """[K+1] number of buffered questions by success count, rounded half up for people to read.
@@ -214,14 +206,13 @@ class ExperienceMemory:
         return {**of_questions, "retired": self.retired.astype(np.uint8)}
 
     def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
-        """Take over the state of another memory of the same questions: its `arrays` and `all_trajectories`."""
+        """Take over the state of another memory of the same questions: its `arrays` and what its table has stored."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
         self.table.fill(trajectories)
 
     def _same(self, at: int, row: int) -> bool:
-        """Return True if two stored answers are the same."""
         table = self.table
         if self._distinct == "key" and table.value("key", row) and table.value("key", at) == table.value("key", row):
             return True

@@ -8,8 +8,8 @@ import numpy as np
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
 from exgrpo.train.replay import MeanScores, MethodOptions, PlannedGroup, Replay
-from exgrpo.train.replay.advantages import fill_advantages
-from exgrpo.train.replay.replayed import ImportanceWeighting
+from exgrpo.train.replay.groups import fill_advantages
+from exgrpo.train.replay.rules import ImportanceWeighting
 
 STEPS, QUESTIONS, BATCH = 6, 12, 4
 LONGEST = 6

@@ -17,7 +17,7 @@ from exgrpo.train.config.objective import Band, MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import RULES, UNSCORED, MeanScores
 from exgrpo.train.replay.contract import PlannedGroup
-from exgrpo.train.replay.difficulty import BANDS, success_counts
+from exgrpo.train.replay.groups import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
 from exgrpo.train.replay.table import Stored
@@ -264,7 +264,7 @@ class Replay:
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
             },
             arrays={**self.memory.arrays(), "pool_order": self.pool.order},
-            trajectories=self.memory.all_trajectories(),
+            trajectories=self.memory.table.stored(),
         )
 
     def restore(self, state: ReplayState) -> None:
@@ -306,7 +306,7 @@ def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, flo
         "replayed_times_max": int(replays.max()) if len(replays) else math.nan,
         "replay_open": float(replay.open),
         "buffer_questions": len(memory),
-        "buffer_trajectories": memory.trajectory_count,
+        "buffer_trajectories": len(memory.table),
         "retired": int(memory.retired.sum()),
         **{f"bucket/{k}": int(size) for k, size in enumerate(memory.bucket_sizes()) if 0 < k < memory.samples},
     }

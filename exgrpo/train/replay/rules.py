@@ -1,4 +1,4 @@
-"""Look-up of the five functions of a method of replay.
+"""Look-up of the five functions of a method of replay, and the call of `weigh`.
 
 | kind | from | to |
 |---|---|---|
@@ -17,11 +17,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from exgrpo.train.common.errors import ConfigError, MethodError, cause
 from exgrpo.train.common.functions import Needs, needs
-from exgrpo.train.common.step_batch import SCORES
+from exgrpo.train.common.step_batch import SCORES, Floats, StepBatch
+from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.config.options import Config
 from exgrpo.train.config.replay import KINDS, MethodKind
-from exgrpo.train.replay.contract import CHECKS
+from exgrpo.train.replay.contract import CHECKS, PRESENT, WeighFunction
 
 ARGUMENTS = {
     "admit": ("batch", "options"),
@@ -32,11 +36,6 @@ ARGUMENTS = {
     "expire": ("candidates", "options"),
 }
 """Arguments of the functions of each kind."""
-
-
-def names(kind: MethodKind) -> list[str]:
-    """Names of the built-in functions of a kind."""
-    return KINDS[kind].names
 
 
 def find(kind: MethodKind, name: str) -> Callable[..., Any]:
@@ -50,7 +49,7 @@ def find(kind: MethodKind, name: str) -> Callable[..., Any]:
         MethodError: it raises something, or gives something else than a function of its kind.
     """
     function = KINDS[kind].find(name)
-    if name in names(kind):
+    if name in KINDS[kind].names:
         return function
     label = f"{KINDS[kind].option} {name}"
     found = _checked(kind, label, function)
@@ -102,3 +101,63 @@ def _hint(error: Exception, kind: str) -> str:
     kind_of = type(error.obj)
     there = [name for name in dir(error.obj) if name[0] != "_" and not callable(getattr(kind_of, name, None))]
     return f"; there are {', '.join(there)}"
+
+
+ScoreRows = Callable[[StepBatch], Floats]
+"""Log-probs [T] of a batch under the policy before the update, at the rollout temperature."""
+
+
+class ImportanceWeighting:
+    """Compute the terms of replayed answers in the loss, by `objective.weigh`.
+
+    Args:
+        options: names the function, and its options.
+        one_update: True if all of a step's answers are in one optimiser step, so that the update itself sees the
+            policy before it.
+        score: scores rows under the policy, where the function needs it.
+
+    Attributes:
+        term: term of all replayed tokens in the loss.
+
+    Raises:
+        ConfigError: there is no such function, or its declaration is wrong.
+    """
+
+    def __init__(self, options: MethodOptions, score: ScoreRows, *, one_update: bool) -> None:
+        self._function: WeighFunction = find("weigh", options.objective.weigh)
+        self._needs = Needs.of(self._function)
+        self.term = self._needs.term
+        self._one_update = one_update
+        self._score = score
+        self._options = options
+
+    @classmethod
+    def from_config(cls, config: Config, score: ScoreRows) -> "ImportanceWeighting":
+        """Return it with the options of a run."""
+        return cls(config.method, score, one_update=config.optimizer.steps_per_batch == 1)
+
+    def __call__(self, batch: StepBatch) -> None:
+        """Fill `ratio_log_prob`, `factor` and `advantage` of the replayed rows that are trained on.
+
+        Raises:
+            MethodError: a user's function returns something else, or numbers that would spoil the update.
+        """
+        rows = batch.rows_of(batch.trained)
+        rows = rows[batch.replayed[rows]]
+        if not len(rows):
+            return
+        terms = self._function(self._read(batch.take(rows)), self._options)
+        batch.put(rows, ratio_log_prob=terms.reference)
+        if terms.factor is not None:
+            batch.put(rows, factor=terms.factor)
+        if terms.advantage is not None:
+            batch.advantage[rows] = terms.advantage
+
+    def _read(self, replayed: StepBatch) -> StepBatch:
+        """Fill the log-probs of the policy before the update where the function needs them, and only there."""
+        replayed = replayed.without("log_prob", "entropy")
+        if self._needs.present == "reference" and self._one_update:
+            replayed.fill(log_prob=np.full(len(replayed.token), PRESENT))
+        elif self._needs.present:
+            replayed.fill(log_prob=self._score(replayed))
+        return replayed

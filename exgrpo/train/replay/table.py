@@ -8,7 +8,7 @@ the others are moved together.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ FEWEST = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class Stored(Sequence[Trajectory]):
+class Stored:
     """N stored answers as they are at one moment, whatever leaves or joins later.
 
     Attributes:
@@ -38,15 +38,7 @@ class Stored(Sequence[Trajectory]):
     def __len__(self) -> int:
         return len(self.columns["length"])
 
-    @overload
-    def __getitem__(self, row: int) -> Trajectory: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> list[Trajectory]: ...
-
-    def __getitem__(self, row: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+    def __getitem__(self, row: int) -> Trajectory:
         block, start, length = (self.columns[name].item(row) for name in Places._fields)
         tokens = {
             n: self.blocks[block].part(n, start, start + length)

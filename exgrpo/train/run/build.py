@@ -22,7 +22,7 @@ from exgrpo.train.policy.adapters import check_adapters
 from exgrpo.train.policy.check import check_dtype, check_weights
 from exgrpo.train.policy.flops import forward_flops
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.scores import make_reference
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import Pretrained, check_prompts, load_pretrained
 from exgrpo.train.rollout.answers import RolloutWorker

@@ -21,7 +21,7 @@ from exgrpo.train.common.success import is_success
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
-from exgrpo.train.replay.advantages import group_advantages
+from exgrpo.train.replay.groups import group_advantages
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, further_columns, read_traces
 

@@ -104,7 +104,7 @@ def make_run(
     memory.fill(trajectories, {one.question: 2.0 for one in trajectories}, **columns)
     memory.retired[QUESTIONS - 1] = True
     store = ExperienceStore(folder / EXPERIENCE)
-    stored = memory.all_trajectories()
+    stored = memory.table.stored()
     index = store.save(stored)
     arrays = write_checked(store.folder, {**memory.arrays(), **index})
     checkpoint = folder / FOLDER / f"step_{step:08d}"

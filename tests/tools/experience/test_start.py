@@ -73,7 +73,7 @@ def trace(question: int, response: str, **more):
 
 
 def stored(trainer) -> list[Trajectory]:
-    return trainer.replay.memory.all_trajectories()
+    return trainer.replay.memory.table.stored()
 
 
 def arithmetic(tmp_path, source, **values) -> Trainer:

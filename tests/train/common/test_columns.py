@@ -69,7 +69,7 @@ def test_a_checkpoint_that_lacks_it_gives_its_default(tmp_path, monkeypatch):
         before.delitem(COLUMNS, "surprise")
         replay = replay_of(1)
         replay.store(make_batch([(0, [Row(1.0), Row()])]), 1)
-        arrays = store.save(replay.memory.all_trajectories())
+        arrays = store.save(replay.memory.table.stored())
     table = replay_of(1).memory.table
     table.fill(store.load(arrays))
     batch = table.answers(table.rows(), np.array([0, 1]), np.array([0, 0]))

@@ -12,7 +12,7 @@ from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
 from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
-from tests.train.batches import Row, make_batch, rows_of
+from tests.train.batches import Row, make_batch, rows_of, trajectories
 from tests.train.launch import ROOT
 from tests.train.shapes import SMALL
 from tests.train.trainers import K, half, make
@@ -42,7 +42,7 @@ def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_writt
     replay.store(written([1.0, 0.0, 0.0, 0.0], 1), 1)
     assert [replayed(replay), replayed(replay)] == [[1], [2]]
     replay.store(written([1.0, 0.0, 0.0, 0.0], 2), 2)
-    assert [row.step for row in replay.memory.trajectories(0)] == [2]
+    assert [row.step for row in trajectories(replay.memory, 0)] == [2]
     resumed.restore(copy.deepcopy(replay.state()))
     assert replayed(resumed) == replayed(replay) == [3]
     replay.store(written([1.0] * K, 3), 3)

@@ -17,7 +17,7 @@ from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.policy.adapters import adapted_model, check_adapters
 from exgrpo.train.policy.model import same_in_inference
 from exgrpo.train.policy.policy import Policy, WholeWeights
-from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.scores import make_reference
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.train import tiny

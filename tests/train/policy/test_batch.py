@@ -15,7 +15,7 @@ from exgrpo.train.config.replay import Baseline
 from exgrpo.train.policy.batch import IGNORED, MiniBatch, build_minibatches
 from exgrpo.train.policy.layout import Padded, schedule
 from exgrpo.train.policy.update import mismatch_metrics
-from exgrpo.train.replay.advantages import fill_advantages, group_advantages
+from exgrpo.train.replay.groups import fill_advantages, group_advantages
 from tests.train.batches import Row, make_batch
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 from exgrpo.train.common import functions
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.config.replay import Baseline
-from exgrpo.train.policy.reference import Reference
-from tests.train.batches import Row, make_batch, rows_of
+from exgrpo.train.policy.scores import Reference
+from tests.train.batches import Row, make_batch, rows_of, trajectories
 from tests.train.fakes import fake_score
 from tests.train.trainers import K, half, make, updated
 
@@ -47,7 +47,7 @@ def test_the_penalty_of_length_counts_in_advantages_and_not_in_successes():
     expected = (net.reshape(-1, K) - net.reshape(-1, K).mean(1, keepdims=True)).ravel()
     for minibatch, _ in trainer.policy.updates:
         np.testing.assert_allclose(minibatch.batch.advantage, expected[minibatch.rows], atol=1e-6)
-    stored = [t for q in batch.question for t in trainer.replay.memory.trajectories(q)]
+    stored = [t for q in batch.question for t in trajectories(trainer.replay.memory, q)]
     assert len(stored) == 6 * K / 2
     assert any(one.penalty > 0 for one in stored)
 

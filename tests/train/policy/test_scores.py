@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
 
 
 def stored(trainer):
-    return list(trainer.replay.memory.all_trajectories())
+    return list(trainer.replay.memory.table.stored())
 
 
 def plain(trajectory):

@@ -18,9 +18,6 @@ def test_parameters_are_those_of_the_built_model(tied):
     model = llama(tied=tied)
     shape = shape_like(model)
     assert shape.total == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.tied == tied
-    embedding = model.get_input_embeddings().weight.numel()
-    assert shape.read_per_token == shape.total - (0 if tied else embedding)
 
 
 @pytest.mark.parametrize(

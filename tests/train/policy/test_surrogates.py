@@ -14,7 +14,7 @@ from exgrpo.train.common.functions import Needs
 from exgrpo.train.config.objective import SURROGATES, MethodOptions, ObjectiveConfig, overlong_penalty
 from exgrpo.train.policy.batch import build_minibatches
 from exgrpo.train.policy.ratios import ESTIMATORS, RatioTokens
-from exgrpo.train.replay.advantages import fill_advantages
+from exgrpo.train.replay.groups import fill_advantages
 from tests.train.batches import Row, make_batch
 
 LENGTHS = (4, 1, 7, 3)

@@ -9,7 +9,7 @@ import torch
 from exgrpo.train.common.distributed import start
 from exgrpo.train.config.options import ObjectiveConfig
 from exgrpo.train.policy.policy import Policy
-from exgrpo.train.policy.reference import make_reference
+from exgrpo.train.policy.scores import make_reference
 from exgrpo.train.policy.source import find_model
 from tests.train import tiny
 

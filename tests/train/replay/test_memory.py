@@ -15,8 +15,8 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.replay import Baseline
 from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, Replay
-from exgrpo.train.replay.difficulty import BANDS
-from tests.train.batches import Row, make_batch
+from exgrpo.train.replay.groups import BANDS
+from tests.train.batches import Row, make_batch, trajectories
 
 K, QUESTIONS = 4, 5
 
@@ -90,10 +90,10 @@ def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire, suc
                     position = K * (sigma - min(spread)) / max(max(spread) - min(spread), 1e-6)
                     bucket[question] = min(max(math.floor(position + 0.5), 1), K - 1)
 
-        assert {q: [tuple(t.response) for t in memory.trajectories(q)] for q in range(QUESTIONS)} == {
+        assert {q: [tuple(t.response) for t in trajectories(memory, q)] for q in range(QUESTIONS)} == {
             q: list(stored.get(q, {})) for q in range(QUESTIONS)
         }
-        assert all(t.reward == stored[q][tuple(t.response)] for q in stored for t in memory.trajectories(q))
+        assert all(t.reward == stored[q][tuple(t.response)] for q in stored for t in trajectories(memory, q))
         assert memory.count.tolist() == [bucket.get(q, 0) for q in range(QUESTIONS)]
         assert set(np.flatnonzero(memory.retired)) == retired
 
@@ -150,7 +150,7 @@ def test_an_answer_without_tokens_is_no_success_whatever_its_reward(bucket_by):
     memory = remembering(1, 2, success=-1.0, bucket_by=bucket_by)
     store(memory, make_batch([(0, [Row(0.0, (), finished=False), Row(-0.5)])]))
     assert not memory.retired.any()
-    assert all(len(row.response) for row in memory.all_trajectories())
+    assert all(len(row.response) for row in memory.table.stored())
 
 
 def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():
@@ -167,9 +167,9 @@ def test_the_memory_takes_nine_bytes_per_token_and_room_for_as_much_again():
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert memory.trajectory_count == 3 * count
+    assert len(memory.table) == 3 * count
     room = sum(block.room for block in memory.table.blocks.contents.values())
-    assert memory.trajectory_count * tokens <= room < 2 * memory.trajectory_count * tokens
+    assert len(memory.table) * tokens <= room < 2 * len(memory.table) * tokens
     # 4 bytes of id, 4 of log-prob and 1 that marks observations. A trajectory's columns take about 130 bytes, and there
     # is room for as many again.
-    assert held < 9 * room + 300 * memory.trajectory_count
+    assert held < 9 * room + 300 * len(memory.table)

@@ -12,7 +12,7 @@ import pytest
 
 from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.replay import rules
+from exgrpo.train.config.replay import KINDS
 from exgrpo.train.run import startup_checks
 from tests.train.batches import lists, rows_of, sets
 from tests.train.configs import configured
@@ -62,7 +62,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 def test_every_way_to_make_a_batch_is_among_them():
-    assert sorted(METHODS) == rules.names("compose")
+    assert sorted(METHODS) == KINDS["compose"].names
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -128,7 +128,7 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
         table = trainer.replay.memory.table
         successes, answers = table.column("successes"), table.column("answers")
         assert ((successes >= 0) & (successes <= answers) & (answers <= K)).all()
-        names = ((one.question, one.step, one.response.tobytes()) for one in trainer.replay.memory.all_trajectories())
+        names = ((one.question, one.step, one.response.tobytes()) for one in trainer.replay.memory.table.stored())
         written = dict(zip(names, table.column("advantage").tolist(), strict=True))
 
 

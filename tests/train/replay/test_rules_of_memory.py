@@ -126,7 +126,7 @@ class Model:
 
 def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     """That a memory holds what the model does, and says so."""
-    stored = memory.all_trajectories()
+    stored = memory.table.stored()
     assert [tuple(one.response) for one in stored] == [row["response"] for row in model.rows]
     assert [one.log_prob[0] for one in stored] == [row["log_prob"] for row in model.rows]
     stored = memory.stored(now)
@@ -136,7 +136,7 @@ def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     latest = {question: asked[-1][1] for question, asked in model.asked.items()}
     counts = [min(max(latest[question], 1), K - 1) if question in held else 0 for question in range(QUESTIONS)]
     assert memory.count.tolist() == counts
-    assert (len(memory), memory.trajectory_count) == (len(held), len(model.rows))
+    assert (len(memory), len(memory.table)) == (len(held), len(model.rows))
     sizes = np.bincount([math.floor(count + 0.5) for count in counts if count], minlength=K + 1)
     assert memory.bucket_sizes().tolist() == sizes.tolist()
     assert stored.count.tolist() == [counts[row["question"]] for row in model.rows]
@@ -205,7 +205,7 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
         model.update(groups, step, collect=step >= start)
         check(memory, model, step + 1)
         restored = ExperienceMemory(QUESTIONS, setting)
-        restored.restore(copy.deepcopy(memory.arrays()), memory.all_trajectories())
+        restored.restore(copy.deepcopy(memory.arrays()), memory.table.stored())
         check(restored, model, step + 1)
         for name, array in memory.arrays().items():
             found = restored.arrays()[name]

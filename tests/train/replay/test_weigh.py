@@ -11,9 +11,10 @@ from exgrpo.kernels import policy_loss
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import MethodOptions, ObjectiveConfig
+from exgrpo.train.config.replay import KINDS
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.contract import PRESENT, Weighed
-from exgrpo.train.replay.replayed import ImportanceWeighting
+from exgrpo.train.replay.rules import ImportanceWeighting
 from tests.train.batches import Row, make_batch, rows_of
 from tests.train.configs import configured
 from tests.train.fakes import fake_score
@@ -21,7 +22,7 @@ from tests.train.trainers import half, make, updated
 
 CLIP, BETA = (0.2, 0.28), 0.1
 OPTIONS = MethodOptions(objective=ObjectiveConfig(second_moment=0.04, trigger=0.1, coefficient=0.3))
-NAMES = rules.names("weigh")
+NAMES = KINDS["weigh"].names
 
 
 @dataclass
