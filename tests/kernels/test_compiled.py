@@ -139,18 +139,11 @@ def test_a_wrong_value_raises(argument):
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize(
-    ("option", "values", "message"),
-    [
-        ("temperature", (0.5, 2.0, -1.0), "temperature: expected a number above 0"),
-        ("clip", ((0.2, 0.2), (0.3, 0.3), (2.0, 0.2)), r"clip\[0\]: expected a number of at most 1"),
-    ],
-)
-def test_a_wrong_number_raises(option, values, message, fullgraph, device):
+def test_a_wrong_number_raises(fullgraph, device):
     """While it is a symbol; where nothing but one graph is wanted, the error is the compiler's, and quotes ours."""
     run, arguments = call_of("linear_policy_loss"), inputs(4, 6, device)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=fullgraph)
-    for value in values[:2]:
-        assert_as_eager(compiled, run, arguments, **{option: value})
-    with pytest.raises(Unsupported if fullgraph else ValueError, match=message):
-        compiled(*arguments, **{option: values[2]})
+    for value in ((0.2, 0.2), (0.3, 0.3)):
+        assert_as_eager(compiled, run, arguments, clip=value)
+    with pytest.raises(Unsupported if fullgraph else ValueError, match=r"clip\[0\]: expected a number of at most 1"):
+        compiled(*arguments, clip=(2.0, 0.2))

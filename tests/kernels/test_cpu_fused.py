@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exgrpo.kernels import extension, linear_log_prob, linear_policy_loss
+from exgrpo.kernels import extension, linear_log_prob
 
 if extension.MISSING:
     pytest.skip(extension.MISSING, allow_module_level=True)
@@ -70,19 +70,14 @@ def test_strided_operands(made):
     assert error(turned, whole) <= 1e-5
 
 
-def test_a_cap_and_autocast_take_the_librarys_product(made):
-    """The exponentials do not tell how steep a cap is; a weight of another dtype would have to be converted first."""
+def test_the_librarys_product(monkeypatch, made):
+    """Of capped logits, whose exponentials do not tell how steep a cap is; under autocast; and by the environment."""
     case = make_case(20, 16, 40, torch.bfloat16, "cpu")
     linear_log_prob(case.hidden, case.weight, case.target, softcap=5.0, backend="cpu")
     with torch.autocast("cpu", torch.bfloat16):
         linear_log_prob(case.hidden.float(), case.weight.float(), case.target, backend="cpu")
-    assert set(made) == {cpu_passes.CpuPasses}
-
-
-def test_the_environment_forbids_and_forces(monkeypatch, made):
-    case = make_case(20, 16, 40, torch.bfloat16, "cpu")
     monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "none")
-    linear_policy_loss(case.hidden, case.weight, case.target, torch.zeros(20), torch.ones(20), backend="cpu")
+    linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")
     assert set(made) == {cpu_passes.CpuPasses}
     monkeypatch.setenv("EXGRPO_CPU_PRODUCT", "avx512bf16")
     linear_log_prob(case.hidden, case.weight, case.target, backend="cpu")

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed; it brings the dis
 import triton
 
 from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import CAPABILITY, Build, ProductArguments
+from exgrpo.kernels.cuda_chunks.binding import Build, ProductArguments
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS
 
 from .cuda_support import NVCC, ON_GPU, SOURCES, run
@@ -77,18 +77,14 @@ def shipped(built):
     return binding.declared(ctypes.CDLL(str(built / "_cuda.so")))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_failing_call_is_named(shipped):
-    product = ProductArguments(rows=2, vocabulary=100, width=64)
-    with pytest.raises(RuntimeError, match=r"cuda backend: cudaGetDriverEntryPointByVersion\(\w+\): \w+"):
-        binding.check(shipped.exgrpo_product(product, None))
-
-
-def test_arguments_that_cannot_be_launched(shipped):
+def test_calls_that_fail_are_named(shipped):
     for rows, vocabulary in ((0, 100), (5, 0)):  # nothing to do is no error
         assert shipped.exgrpo_product(ProductArguments(rows=rows, vocabulary=vocabulary, width=64), None) is None
     with pytest.raises(RuntimeError, match="too many tiles; use smaller chunks"):
         binding.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match=r"cuda backend: cudaGetDriverEntryPointByVersion\(\w+\): \w+"):
+            binding.check(shipped.exgrpo_product(ProductArguments(rows=2, vocabulary=100, width=64), None))
 
 
 def test_python_and_cuda_agree_about_the_arguments(tmp_path):
@@ -106,21 +102,6 @@ def test_python_and_cuda_agree_about_the_arguments(tmp_path):
     source = tmp_path / "places.cpp"
     source.write_text("\n".join(checks), encoding="utf-8")
     run([NVCC, "-std=c++17", f"-I{SOURCES}", "-c", source, "-o", tmp_path / "places.o"])
-
-
-@pytest.mark.parametrize("runtime", [12000, 12080, 13000])
-def test_a_driver_runs_its_own_major_release_and_earlier_ones(runtime):
-    """NVIDIA's rule; and no device but Hopper's runs it."""
-    reason = binding.unfit(Build(runtime, 14000), (12, 0))
-    assert reason == "it is written for compute capability 9.0 (Hopper); the device has 12.0"
-    for driver in (0, 11080, 12000, 12040, 12080, 13000, 13010, 14000):
-        reason = binding.unfit(Build(runtime, driver), CAPABILITY)
-        assert bool(reason) == (driver < runtime - runtime % 1000)
-        if not reason:
-            continue
-        assert f"built with CUDA {runtime // 1000}.{runtime % 1000 // 10} and the driver supports" in reason
-        assert f" CUDA {driver // 1000}.{driver % 1000 // 10} at most: " in reason
-        assert "update the driver, or install exgrpo anew with nvcc of" in reason
 
 
 @pytest.fixture

@@ -61,57 +61,48 @@ def dual(run, x):
         return run(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-FORWARD_MODE = {
-    "forward_ad": dual,
-    "jvp": lambda run, x: func.jvp(run, (x,), (torch.ones_like(x),)),
-    "jvp of vmap": lambda run, x: func.jvp(func.vmap(run), (x[None],), (x[None],)),
-    "jvp without grad": lambda run, x: func.jvp(torch.no_grad()(run), (x,), (torch.ones_like(x),)),
-    "jvp beneath grad": lambda run, x: func.jvp(lambda y: func.grad(lambda z: run(y) * z)(x[0, 0]), (x,), (x,)),
-    "hessian": lambda run, x: func.hessian(run)(x),
-    "compiled": lambda run, x: torch.compile(lambda y: func.jvp(run, (y,), (y,)), backend="aot_eager")(x),
+WAYS = {
+    "forward": {
+        "forward_ad": dual,
+        "jvp": lambda run, x: func.jvp(run, (x,), (torch.ones_like(x),)),
+        "jvp of vmap": lambda run, x: func.jvp(func.vmap(run), (x[None],), (x[None],)),
+        "jvp without grad": lambda run, x: func.jvp(torch.no_grad()(run), (x,), (torch.ones_like(x),)),
+        "jvp beneath grad": lambda run, x: func.jvp(lambda y: func.grad(lambda z: run(y) * z)(x[0, 0]), (x,), (x,)),
+        "hessian": lambda run, x: func.hessian(run)(x),
+        "compiled": lambda run, x: torch.compile(lambda y: func.jvp(run, (y,), (y,)), backend="aot_eager")(x),
+    },
+    "reverse": {
+        "grad": lambda run, x: func.grad(run)(x),
+        "jacrev": lambda run, x: func.jacrev(run)(x),
+        "vmap of grad": lambda run, x: func.vmap(func.grad(run))(x[None]),
+        "compiled grad": lambda run, x: torch.compile(func.grad(run), backend="aot_eager")(x),
+    },
+    "second": {
+        "create_graph": lambda run, x: torch.autograd.grad(run(x), x, create_graph=True),
+        "autograd's hessian": torch.autograd.functional.hessian,
+    },
 }
-TRANSFORMS = {
-    "grad": lambda run, x: func.grad(run)(x),
-    "jacrev": lambda run, x: func.jacrev(run)(x),
-    "vmap of grad": lambda run, x: func.vmap(func.grad(run))(x[None]),
-    "compiled grad": lambda run, x: torch.compile(func.grad(run), backend="aot_eager")(x),
+EXPECTED = {
+    "forward": "has no forward-mode derivatives.*use exgrpo.kernels.reference",
+    "reverse": r"has no derivatives by torch\.func.*only by torch\.autograd",
+    "second": "has no second derivatives.*without create_graph=True.*reference",
 }
 REFUSED = [
-    (name, "forward" if way in FORWARD_MODE else "reverse", run)
+    pytest.param(name, mode, run, id=f"{name}, {way}")
     for name in NAMES
-    for way, run in (FORWARD_MODE | TRANSFORMS).items()
-    # The operators are alike but for those without derivatives: all ways of one, and two ways of all.
-    if name == "linear_log_prob" or way in ("jvp", "grad")
+    for mode, ways in WAYS.items()
+    for way, run in ways.items()
+    # The operators are alike but for those without derivatives: all ways of one, and some of all.
+    if name == "linear_log_prob" or way in ("jvp", "grad") or (mode == "second" and name in DIFFERENTIABLE)
 ]
 
 
 @pytest.mark.parametrize(("name", "mode", "way"), REFUSED)
 def test_what_is_not_there_is_refused(name, mode, way, device):
     run, x = scalar_of(name, device)
-    expected = "has no"
-    if name in DIFFERENTIABLE:
-        expected = {
-            "forward": "has no forward-mode derivatives.*use exgrpo.kernels.reference",
-            "reverse": r"has no derivatives by torch\.func.*only by torch\.autograd",
-        }[mode]
+    expected = EXPECTED[mode] if name in DIFFERENTIABLE else "has no"
     with pytest.raises(RuntimeError, match=f"{name} {expected}"):
-        way(run, x)
-
-
-SECOND = {
-    "grad": lambda run, x: torch.autograd.grad(run(x), x, create_graph=True),
-    "hessian": torch.autograd.functional.hessian,
-}
-
-
-@pytest.mark.parametrize("way", SECOND.values(), ids=SECOND)
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_second_derivatives_are_refused(name, way, device):
-    """As soon as a graph of the gradients is asked for, which would lack them."""
-    run, x = scalar_of(name, device)
-    message = f"{name} has no second derivatives.*without create_graph=True.*reference.{name}"
-    with pytest.raises(RuntimeError, match=message):
-        way(run, x.requires_grad_())
+        way(run, x.requires_grad_(mode == "second"))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE[:2])

@@ -9,7 +9,7 @@ import exgrpo
 from exgrpo.kernels import dispatch, linear_log_prob, linear_policy_loss
 
 
-def test_a_line_for_each_backend(monkeypatch):
+def test_a_line_for_each_backend():
     """python -m exgrpo.kernels: each is right, or says why it is not there."""
     run = subprocess.run([sys.executable, "-W", "ignore", "-m", "exgrpo.kernels"], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

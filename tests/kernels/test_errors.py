@@ -56,10 +56,7 @@ HEAD_ERRORS = [
         "temperature: expected finite numbers above 0; 1 of 6 are not, the first is -2.0 at position 4",
     ),
     ({"temperature": True}, TypeError, "temperature: expected"),
-    ({"temperature": None}, TypeError, "temperature: expected"),
-    ({"hidden": zeros(2, 3, 8, dtype=torch.complex64)}, TypeError, "hidden: expected dtype"),
     ({"target": torch.full((2, 3), -(2**63))}, ValueError, "target: expected values in [0, 20)"),
-    ({"backend": []}, ValueError, "backend=[]: expected auto, torch"),
     ({"temperature": 10**400}, ValueError, "temperature: expected a number that float64 has, got an integer of"),
     ({"hidden": zeros(2, 3, 8).to_sparse()}, TypeError, "hidden: expected a dense tensor, got one of layout"),
     ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got NoneType"),
@@ -155,11 +152,8 @@ def test_sequence_bounds(bounds, kind, message):
 
 
 def test_sequences_are_packed():
-    arguments = head()
     with pytest.raises(ValueError, match=re.escape("target: expected shape [T], packed sequences, got [2, 3]")):
-        sequence_entropy(**arguments, cu_seqlens=torch.tensor([0, 6]))
-    with pytest.raises(ValueError, match=re.escape("cu_seqlens: expected shape [N + 1], got [0]")):
-        sequence_entropy(zeros(0, 8), zeros(20, 8), zeros(0, dtype=torch.int64), zeros(0, dtype=torch.int64))
+        sequence_entropy(**head(), cu_seqlens=torch.tensor([0, 6]))
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), None])

@@ -31,39 +31,19 @@ def test_logits_of_sixteen_bit_inputs_are_not_rounded(dtype, better, backend, de
     assert error(ratio, torch.ones_like(ratio)) <= 1e-5
 
 
-def test_only_one_output_used(backend, device):
-    case = make_case(fewer_interpreted(40), 16, 50, torch.float64, device)
-    for name in ("log_prob", "entropy"):
-        ours = case.gradients(getattr(case.log_prob(backend=backend), name).sum())
-        exact = case.gradients(getattr(case.log_prob(reference.linear_log_prob), name).sum())
-        torch.testing.assert_close(ours, exact)
-
-
-def test_gradients_of_some_tokens_only(backend, device):
-    """Tokens without upstream gradient are skipped, and change nothing."""
+@pytest.mark.parametrize("alone", [None, 0, 1], ids=["both outputs", "entropy", "log_prob"])
+def test_gradients_of_some_tokens_and_outputs_only(alone, backend, device):
+    """What has no upstream gradient is skipped, and changes nothing."""
     case = make_case(36, 16, 50, torch.float64, device)
     upstream = [torch.randn(36, dtype=torch.float64, device=device) for _ in range(2)]
+    if alone is not None:
+        upstream[alone].zero_()
     upstream[0][8:28] = 0
     upstream[1][12:32] = 0
     _, ours = outputs_and_gradients(case, upstream=upstream, backend=backend)
     _, exact = outputs_and_gradients(case, reference.linear_log_prob, upstream)
     torch.testing.assert_close(ours, exact)
     assert not ours[0][12:28].any()
-
-
-def test_ignored_positions(backend, device):
-    """They are 0 and their hidden states are never read: not even NaN there does any harm."""
-    case = make_case((4, 10), 16, 50, torch.float32, device, ignore_index=7)
-    case.target[case.target == -100] = 7
-    with torch.no_grad():
-        case.hidden[case.target == 7] = torch.nan
-    result = case.log_prob(backend=backend)
-    gradients = case.gradients(result.log_prob.sum() + result.entropy.sum())
-    for values in result:
-        assert not values[case.target == 7].any()
-        assert values.isfinite().all()
-    assert not gradients[0][case.target == 7].any()
-    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_non_contiguous_inputs(backend, device):

@@ -107,11 +107,15 @@ def least_of(case):
 
 FEW = 140 if INTERPRETING else 200  # more than a tile
 CAPPED = {"softcap": 10.0, "temperature": 0.7}
+ALLOWED = {"allowed_tokens": (2, 1, 3)}
 MORE = pytest.param(9_000, 100, {}, marks=[pytest.mark.long] * INTERPRETING)
 MOST = pytest.param(70_000, 100, CAPPED, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary", "options"), [(1, 1000, {}), (FEW, 1000, CAPPED), MORE, MOST])
+SETTINGS = [(1, 1000, {}), (FEW, 1000, CAPPED), (FEW, 1000, ALLOWED), MORE, MOST]
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "options"), SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,23 +124,12 @@ def test_a_call_allocates_what_it_may(backend, operation, dtype, options, tokens
     case = make_case(tokens, 16, vocabulary, dtype, DEVICE, bias=bool(options), ignored=False, **options)
     case.options["backend"] = backend
     least = least_of(case)
-    chunk = min(tokens, 600) * vocabulary * 4
-    for memory in [least] * (tokens <= FEW) + [least + 2 * chunk]:
+    chunk = 0 if options is ALLOWED else min(tokens, 600) * vocabulary * 4  # sets have no logits of all words
+    for memory in [least] * (tokens <= FEW) + [least + (2 * chunk or least)]:
         case.options["memory"] = memory
         peak = peak_of(case, OPERATIONS[operation])
         assert peak <= memory + outside(case)
     assert peak >= chunk * dtype.itemsize / 4 or operation == "forward"
-
-
-@pytest.mark.parametrize("tokens", [1, FEW, pytest.param(9_000, marks=MORE.marks)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_call_over_kept_sets_allocates_what_it_may(backend, operation, dtype, tokens):
-    case = make_case(tokens, 16, 1000, dtype, DEVICE, bias=True, ignored=False, allowed_tokens=(2, 1, 3))
-    case.options["backend"] = backend
-    memory = case.options["memory"] = 2 * least_of(case)
-    assert peak_of(case, OPERATIONS[operation]) <= memory + outside(case)
 
 
 def test_a_gradient_that_is_added_to_takes_no_memory(case):

@@ -78,14 +78,6 @@ def test_checked(device):
     library.opcheck(checks.checked, (value, value < 6, "value: expected less than {}", [6]))
 
 
-WAITING = ("linear_log_prob", "linear_log_prob_backward", "linear_policy_loss", "group_advantage")
-
-
-@pytest.mark.parametrize("name", WAITING)
-def test_operators_that_wait_for_the_device_are_kept_out_of_cuda_graphs(name):
-    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.exgrpo, name).default.tags
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_with_cuda_graphs(device):

@@ -32,15 +32,6 @@ def test_softcap_comes_before_temperature():
     assert result.log_prob.item() == pytest.approx(-math.log1p(math.exp(-capped)))
 
 
-def test_two_words_in_closed_form():
-    for gap in (0.0, 0.3, 5.0):
-        weight = torch.tensor([[gap], [0.0]], dtype=torch.float64)
-        result = reference.linear_log_prob(torch.ones(1, 1, dtype=torch.float64), weight, torch.tensor([0]))
-        p = 1 / (1 + math.exp(-gap))
-        assert result.log_prob.item() == pytest.approx(math.log(p))
-        assert result.entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "replayed", "objective", "slope", "clipped"),
     [

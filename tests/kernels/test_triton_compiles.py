@@ -70,7 +70,8 @@ def test_rows(architecture, kernel, logits, out, bias, switches, aligned):
     more = {"unaligned": () if aligned else tuple(numbers), "num_warps": chosen.warps}
     types = pointers(kernel, logits, **dtypes, **numbers)
     machine = compile_kernel(architecture, kernel, types, constants, **more)
-    assert_runs_well(machine)
+    again = switches.get("LISTED", False)
+    assert_runs_well(machine, spilling=again and not aligned)  # few rows are read anew
     if kernel is gradient_kernel or (switches.get("GIVEN") and aligned):
         assert_shows_nan(machine)
 
