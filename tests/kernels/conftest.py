@@ -31,8 +31,7 @@ if INTERPRETING:
     correct_bfloat16_dot()
     os.environ["EXGRPO_SELF_TEST"] = "0"  # a second for each kind of call, and these tests say more
     collect_ignore_glob = ["test_cpu_*", "test_cuda_*", "test_*compile*", "test_*_self_test.py"]
-INTERPRETED = ("test_sixteen_bits", "test_combinations", "test_vocab_group")
-"""Of the files of what is interpreted here: tests of a backend are everywhere."""
+INTERPRETED = ("test_sixteen_bits", "test_combinations", "test_vocab_group")  # besides tests of a backend
 if "triton" in BACKENDS:
     from exgrpo.kernels.triton_chunks import triton_passes
     from exgrpo.kernels.triton_chunks.triton_passes import TritonPasses
