@@ -108,7 +108,7 @@ def cuda_home(tmp_path):
 
     def make(refused):
         program = tmp_path / "cuda" / "bin" / "nvcc"
-        program.parent.mkdir(parents=True)
+        program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(NVCC.format(refused=refused))
         program.chmod(0o755)
         return {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "auto", "CUDA_HOME": str(tmp_path / "cuda")}
