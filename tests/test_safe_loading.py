@@ -82,6 +82,6 @@ def is_constant(node: ast.expr | None, value: object) -> bool:
 
 def test_the_source_calls_nothing_that_runs_what_it_reads():
     files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(files) > 300
+    assert len(files) > 200
     found = {(str(file.relative_to(ROOT)), danger) for file in files for danger in dangers(file.read_text("utf-8"))}
     assert found == set(ARGUED)

@@ -52,9 +52,9 @@ class Recorded(WrittenExGRPO):
     """
 
     def _answer(
-        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, behind: bool = False
+        self, groups: Sequence[PlannedGroup], stored: StepBatch, *, late: bool = False
     ) -> tuple[dict[str, Any], StepBatch]:
-        output, batch = super()._answer(groups, stored, behind=behind)
+        output, batch = super()._answer(groups, stored, late=late)
         self.log_probs = getattr(self, "log_probs", {})
         written = []
         for number, group in enumerate(groups):
@@ -62,7 +62,7 @@ class Recorded(WrittenExGRPO):
             answers = [(group.question, tuple(batch.token[batch.at(row)].tolist())) for row in rows]
             self.log_probs |= {one: batch.old_log_prob[batch.at(row)] for one, row in zip(answers, rows, strict=True)}
             written.append(Written(group.question, answers, reward([list(ids) for _, ids in answers])))
-        if behind:  # of the same generation
+        if late:  # of the same generation
             self.history[-1] += written
             return output, batch
         self.history = [*getattr(self, "history", []), written]

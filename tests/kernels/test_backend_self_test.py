@@ -46,7 +46,7 @@ def forget():
 
 def install(monkeypatch, **functions):
     """Make the cpu backend one that is plain torch but for some functions."""
-    backend = SimpleNamespace(**{name: getattr(TORCH, name) for name in TORCH.__all__} | functions)
+    backend = SimpleNamespace(**{**vars(TORCH), **functions})
     monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
 
 

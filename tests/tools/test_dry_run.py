@@ -63,7 +63,7 @@ def test_a_model_that_cannot_be_counted_has_no_plan(dry, tmp_path_factory):
     ("given", "message"),
     [
         (["--machine=h100"], "give --dry-run with it"),
-        (["--dry-run", "--machine=h10"], "known ones are"),
+        (["--dry-run", "--machine=h10"], "known GPUs are"),
         (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
         (["--dry-run", "--policy.overrides", "rope_thetta=40000"], "has no 'rope_thetta'"),
     ],

@@ -157,5 +157,5 @@ def test_a_model_gets_its_cache_by_the_name_that_it_takes_it_by(name, engine, mo
 @pytest.mark.parametrize("name", ["", "cache", "past_key_values"])
 def test_a_model_that_loses_its_cache_is_refused(name, engine, monkeypatch):
     monkeypatch.setattr(engine.model, "forward", forward_by(engine.model, name, hand_on=False))
-    with pytest.raises(RolloutError, match=r"LlamaForCausalLM of transformers 5\..* does not use the cache that it is"):
+    with pytest.raises(RolloutError, match=r"LlamaForCausalLM of transformers 5\..* does not use the given cache"):
         tiny.rollouts(engine, PROMPTS, [2] * 6, Sampling(max_tokens=8), seed=1)

@@ -61,7 +61,7 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
     """Every reply is the value of the equation before it, and nothing else is one."""
     (newest, *_), _ = survey(runs[0])
     experience = RunExperience(runs[0], newest)
-    stored = experience.answers[:]
+    stored = list(experience.answers)
     decode, replies = pretrained().tokenizer.decode, 0
     for one in stored:
         if one.response_mask is None:
