@@ -60,10 +60,10 @@ def linear_log_prob(
             sizes (0 included). ``hidden`` and ``target`` (which indexes the whole vocabulary) are the same on all
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
-        memory: bytes that the call, and its backward, may allocate beside their inputs, their results and the
+        memory: bytes that the call, and its backward, may allocate besides their inputs, their results and the
             gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: 1 GiB by
             ``"triton"`` and ``"cuda"``, or a 16th of its memory if that is less; by the others
-            logits of 128 MiB on a CPU and of 1 GiB on a GPU, and what is beside them.
+            logits of 128 MiB on a CPU and of 1 GiB on a GPU, and their scratch memory.
             ``backend="reference"`` holds all logits, whatever is said here.
         counts: how many targets are not left out, and how many of them have a gradient at most (where it is not known:
             as many), if the caller knows. A host that has to ask a GPU waits for it, once in the forward and once in
@@ -161,7 +161,7 @@ def linear_policy_loss(
         target: index of each token, ``[...]``, int64, in ``[0, V)`` or ``ignore_index``.
         old_log_prob: log-probability of each token under the policy that generated it, in nats, shaped like
             ``target``. Constant. Where it is ``inf``, the present policy generated the token: the ratio is 1, and
-            nobody has to compute its log-probability before. ``-inf`` only where a token is left out.
+            its log-probability needs no pass of its own. ``-inf`` only where a token is left out.
         advantage: shaped like ``target``, or ``[B]``, one per row of a ``[B, L]`` batch. Constant.
         replayed: bool, shaped like ``target`` or ``[B]``: tokens of replayed trajectories. None: none are.
         clip: ``(low, high)``, at least 0, low at most 1: fresh ratios are clipped to ``[1 - low, 1 + high]``; None: no

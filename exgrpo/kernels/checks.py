@@ -102,7 +102,7 @@ def counts(value: tuple[int, int] | None, tokens: int) -> tuple[int, int] | None
 def values(name: str, value: Tensor, good: Tensor, expected: str, *numbers: int) -> Tensor:
     """Return ``value``, checked that all of ``good`` [like value] is True; ``expected`` has ``{}`` for numbers.
 
-    Compute with what this returns: a compiler leaves out a check whose result nobody uses.
+    Compute with what this returns: a compiler leaves out a check whose result is not used.
     """
     message = f"{name}: expected {expected}"
     if _without_values(value):

@@ -137,7 +137,7 @@ class HeadOptions:
     shard: VocabShard
     """The part of the vocabulary that is held here."""
     memory: int | None = None
-    """Bytes that a call may allocate beside its inputs, its outputs and the gradients; None: the backend decides."""
+    """Bytes that a call may allocate besides its inputs, its outputs and the gradients; None: the backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
     allowed_tokens: AllowedIds | None = None

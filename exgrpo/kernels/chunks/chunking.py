@@ -33,7 +33,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 
 
 class Cost(NamedTuple):
-    """Bytes that a call allocates beside its inputs, its outputs and the gradients, those of its tokens left out."""
+    """Bytes that a call allocates besides its inputs, its outputs and the gradients, those of its tokens left out."""
 
     fixed: int
     row: int

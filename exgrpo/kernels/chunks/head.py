@@ -208,7 +208,7 @@ def packing(kept: Tensor) -> Tensor:
 
 def compact(matrix: Tensor, kept: Tensor, step: int) -> Tensor:
     """Move the rows ``kept`` of a matrix to its front, in place, ``step`` at a time, and return them; see `packing`."""
-    # Rows move from behind the front into it, so nothing is overwritten before it is read.
+    # Rows move from after the front into it, so nothing is overwritten before it is read.
     gaps = (kept != torch.arange(kept.numel(), device=kept.device)).nonzero().squeeze(1)
     for start, end in chunking.spans(gaps.numel(), step):
         matrix[gaps[start:end]] = matrix[kept[gaps[start:end]]]

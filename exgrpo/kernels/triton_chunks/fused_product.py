@@ -138,7 +138,7 @@ class AnchoredRows(NamedTuple):
 
 
 class FusedProduct:
-    """hidden @ weight.T in tiles, and what the tiles leave behind for each of their rows."""
+    """hidden @ weight.T in tiles, and the sums of each tile for each of its rows."""
 
     def __init__(self, operands: Operands, softcap: float | None, tile: Tile) -> None:
         hidden, weight, bias = operands

@@ -52,7 +52,7 @@ class LaunchPlan:
 
     Attributes:
         fused: logits are formed by the product whose epilogue is the softmax, else by the library's.
-        memory: bytes that a call may allocate beside its inputs, its outputs and the gradients, if it has no bound. It
+        memory: bytes that a call may allocate besides its inputs, its outputs and the gradients, if it has no bound. It
             decides how many tokens a chunk has. The gradient of the weight, [V, D] in float32, is read and written once
             per chunk, so few chunks matter.
         rows: launch of the row kernels.

@@ -137,7 +137,7 @@ def policy_rows_kernel(
     temperature,  # [rows]; unused without HAS_TEMPERATURE
     normalizer,  # [1]
     results,  # [9, rows], dtype of gap, in the order of PolicyRows
-    matrix,  # [rows, V], F but for the targets, which get theirs; None: it is nobody's business here
+    matrix,  # [rows, V], F but for the targets, which get theirs; None: not needed here
     target,  # [rows] int64, local; -1 where this rank does not hold it; None without a matrix
     rows,
     results_stride,  # between fields of the results

@@ -104,7 +104,7 @@ class AnswerColumns:
         Column(
             "row",
             "who computed the log-probs of the policy that wrote it: the trainer, before the update of that step, or "
-            "the rollout engine, in sampling; unknown: nobody, and they are 0: the writer counts as certain",
+            "the rollout engine, in sampling; unknown: they are 0, the writer counts as certain",
             trace="old_log_probs_from",
             was=("behaviour",),
         ),

@@ -115,7 +115,7 @@ class Rollout:
 
     Attributes:
         response: [R] token ids. A finished answer ends with the EOS token or with the token that completes a stop
-            string (and may hold more text behind it): the policy wrote that token, so it is scored, trained on and
+            string (and may hold more text after it): the policy wrote that token, so it is scored, trained on and
             stored as all others. Before it there is neither of them.
         finished: False where the answer was cut at the length limit.
         log_prob: [R] fp32, the engine's own log-probability of each token under the policy that it sampled from, at the

@@ -30,7 +30,7 @@ IGNORED = frozenset(
 )
 """Of adapter_config.json: what says nothing of the adapters. They are trained without dropout."""
 STARTS = ("gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the model's own weights as they are, beside true and false."""
+"""Ways to begin that keep the weights of the model, in addition to true and false."""
 PREFIX = "base_model.model."
 """Before the names of the model's parameters in peft's files."""
 
@@ -161,7 +161,7 @@ def load_adapters(folder: str, model: PreTrainedModel) -> None:
     All ranks call it together.
 
     Raises:
-        ModelError: see `read_adapters`; or they were trained beside another head.
+        ModelError: see `read_adapters`; or they were trained with another head.
     """
     weights = read_adapters(folder, model)
     heads = {key.removeprefix(PREFIX): weight for key, weight in _read(folder).items() if key.endswith(BASE_WEIGHT)}

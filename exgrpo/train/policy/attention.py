@@ -23,7 +23,7 @@ ONE_TOKEN = "exgrpo_one_token"
 varlen: Callable[..., Any] = varlen_attn
 """Torch's attention of variable lengths, without types: they are those of one version."""
 SHARES = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""How it is told that heads share keys; older versions see that by themselves."""
+"""Argument that says that heads share keys; older versions infer it."""
 AMPERE, WIDEST = (8, 0), 256
 """The first GPUs that it has kernels for, and the widest heads."""
 _HARMLESS = frozenset(

@@ -93,7 +93,7 @@ def _head_width(config: Any, heads: int) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt that is needed once, and the responses to it, each read or written behind it.
+    """A prompt that is needed once, and the responses to it, each read or written after it.
 
     Attributes:
         prompt: tokens of the prompt.

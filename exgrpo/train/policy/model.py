@@ -36,7 +36,7 @@ class PolicyModel(nn.Module):
     Args:
         model: causal LM with `get_decoder()` and an output embedding; its parameters may be partitioned by ZeRO-3.
         backend: backend of exgrpo.kernels.
-        memory: bytes that they may take beside gradients; None: as they think best.
+        memory: bytes that they may take besides gradients; None: backend default.
 
     Raises:
         ValueError: the model's code does more between its decoder and its logits than its head, a softcap and a scale.

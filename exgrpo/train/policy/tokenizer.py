@@ -120,7 +120,7 @@ def _check_ids(pretrained: Pretrained) -> None:
 
 
 def behind_an_answer(tokenizer: Any, *messages: Mapping[str, str]) -> str:
-    """Return what the chat template writes behind an answer, before the next one if messages lie between them.
+    """Return what the chat template writes after an answer, before the next one if messages lie between them.
 
     Raises:
         Exception: any that the template raises.
@@ -131,7 +131,7 @@ def behind_an_answer(tokenizer: Any, *messages: Mapping[str, str]) -> str:
 
 
 def missing_end(pretrained: Pretrained, stop: Sequence[str]) -> str | None:
-    """Return the token, or the text, with which the chat template ends an answer, where rollouts go on behind it.
+    """Return the token, or the text, with which the chat template ends an answer, at which rollouts do not stop.
 
     Args:
         pretrained: the model and its tokenizer.

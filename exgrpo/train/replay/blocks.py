@@ -42,7 +42,7 @@ class TokenBlock:
         folder: of files for the arrays; None: they are in RAM.
 
     Attributes:
-        columns: [room] each, by name; `AllowedTokens` may have room behind their ids.
+        columns: [room] each, by name; `AllowedTokens` may have room after their ids.
         used: tokens that it holds.
     """
 
