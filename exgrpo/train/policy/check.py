@@ -1,8 +1,8 @@
-"""Is a model whole, and long enough? Asked of its files before anything is loaded.
+"""Check a model folder's files and context length before loading it.
 
-`from_pretrained` fills what it does not find with random numbers, and under ZeRO-3 it does not know what was left over.
-So the names and shapes in the files are held against the model without weights, by transformers' own rules (prefixes,
-tied and renamed weights, what an architecture ignores), and every number is read once.
+`from_pretrained` fills missing weights with random numbers, and under ZeRO-3 it does not report unused ones. So the
+names and shapes in the files are held against the model without weights, by transformers' own rules (prefixes, tied and
+renamed weights, what an architecture ignores), and every number is read once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

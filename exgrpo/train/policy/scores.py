@@ -156,7 +156,7 @@ class KeptWeights:
 
 
 class Reference:
-    """Puts its log-probs beside the policy's.
+    """Frozen model of the divergence; fills its log-probs in.
 
     Args:
         score: rows under the reference, at the rollout temperature; all ranks call it together.
