@@ -94,6 +94,26 @@ def test_forced_without_a_compiler_is_an_error(build, tmp_path):
     assert "EXGRPO_CUDA=force: there is no nvcc" in result.stderr
 
 
+CXX = r"""#!/bin/sh
+case "$*" in
+    *" -c - "*) if grep -q amx-tile; then exit 1; fi;;
+    *-DHAVE_AMX*) exit 1;;
+esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit 0
+"""
+"""Takes the flags of amx, and cannot ask a processor for it: as clang 17."""
+
+
+def test_what_the_compiler_cannot_ask_a_processor_for_is_left_out(build, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text(CXX)
+    compiler.chmod(0o755)
+    result = build(CXX=str(compiler))
+    assert result.returncode == 0, result.stderr
+    assert compiled(tmp_path) == ["_C.abi3.so"]
+
+
 NVCC = r"""#!/bin/sh
 for refused in {refused}; do
     case "$*" in *$refused*) echo "nvcc fatal   : Unsupported gpu architecture '$refused'" >&2; exit 1;; esac
@@ -150,6 +170,23 @@ def test_a_torch_that_pip_would_replace_is_refused_before_anything_is_compiled(b
     assert build(PYTHONPATH=str(tmp_path), EXGRPO_BUILD="skip").returncode == 0
 
 
+def test_without_torch_it_says_how_to_build(build, tmp_path):
+    """As in an isolated build, which would fetch a torch of its own."""
+    # Python's site has torch in it, and setuptools: a finder in front hides the one.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, importlib.machinery as m\n"
+        "class Hidden(m.PathFinder):\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        return None if name == 'torch' else m.PathFinder.find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Hidden if f is m.PathFinder else f for f in sys.meta_path]\n"
+    )
+    result = build(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "torch is not here at build time; install it first, then use pip install --no-build-isolation" in (
+        result.stdout + result.stderr
+    )
+
+
 def test_a_missing_or_broken_file_gives_a_reason(tmp_path):
     missing, broken = extension.FILE.with_name("missing.abi3.so"), tmp_path / "broken.abi3.so"
     assert extension.load(missing) == (
@@ -158,3 +195,21 @@ def test_a_missing_or_broken_file_gives_a_reason(tmp_path):
     )
     broken.write_bytes(b"not a library")
     assert extension.load(broken).startswith("broken.abi3.so cannot be loaded, install again: ")
+
+
+def test_the_source_folder_knows_of_an_installed_package_that_is_whole(tmp_path, monkeypatch):
+    """As in `python -m exgrpo.kernels` in the project's folder, where pip has left metadata of its own."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    inside = Path("exgrpo", "kernels", "_C.abi3.so")
+    for folder, metadata in ((source, "exgrpo.egg-info"), (site, "exgrpo-0.1.0.dist-info")):
+        (folder / metadata).mkdir(parents=True)
+        name = "PKG-INFO" if metadata.endswith("egg-info") else "METADATA"
+        (folder / metadata / name).write_text("Metadata-Version: 2.1\nName: exgrpo\nVersion: 0.1.0\n")
+        (folder / inside).parent.mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(source), str(site)])
+    assert extension.why_missing(source / inside, "a compiler", source).startswith("_C.abi3.so is not in ")
+    (site / inside).touch()
+    assert extension.why_missing(source / inside, "a compiler", source) == (
+        f"exgrpo is imported from {source}, which has no _C.abi3.so, and the installed package in {site} has it; start "
+        "Python in another folder, or use pip install --no-build-isolation --editable ."
+    )
