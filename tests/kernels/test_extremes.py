@@ -50,13 +50,13 @@ def test_caps_keep_their_relative_precision(dtype, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_large_vocabulary(dtype, backend, device):
-    """Sums of 150,000 terms have no error of their own."""
+    """Sums of 150,000 terms: no further from float64 than plain torch in fp32, whose error they dominate."""
     case = make_case(fewer_interpreted(24), 64, 151_936, dtype, device, ignored=False)
     with torch.no_grad():
         log_prob, entropy = case.log_prob(backend=backend)
-        exact = case.to(torch.float64).log_prob(reference.linear_log_prob)
-    assert error(log_prob, exact.log_prob) <= 3e-6
-    assert error(entropy, exact.entropy) <= 1e-5
+        plain, exact = (case.to(one).log_prob(reference.linear_log_prob) for one in (torch.float32, torch.float64))
+    assert error(log_prob, exact.log_prob) <= error(plain.log_prob, exact.log_prob)
+    assert error(entropy, exact.entropy) <= error(plain.entropy, exact.entropy)
 
 
 @pytest.mark.parametrize("depth", [88.0, 104.0, 1e4])
