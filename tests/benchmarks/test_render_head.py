@@ -4,26 +4,26 @@ import json
 import re
 from pathlib import Path
 
+from benchmarks.render_head import ROWS, draw
+
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "2026-11-26_nvidia-h100-80gb-hbm3.json"
-NAMES = {
-    "exgrpo cuda": "exgrpo",
-    "Cut Cross-Entropy": "Cut Cross-Entropy",
-    "TRL chunked log-prob": "TRL",
-    "full logits, compiled": "full logits, compiled",
-    "full logits": "full logits",
-    "verl Triton": "verl",
-    "Liger fused linear GRPO": "Liger",
-}
+GROUP = "policy_loss bfloat16 8192x1536x151936"
 
 
-def test_the_picture_has_the_times_and_the_memory_of_the_record():
-    texts = re.findall(r"<text[^>]*>([^<]*)", (ROOT / "docs" / "policy_loss.svg").read_text())
+def texts_of(picture: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)", picture.read_text())
+
+
+def test_the_picture_has_the_times_and_the_memory_of_the_record(tmp_path):
+    texts = texts_of(ROOT / "docs" / "policy_loss.svg")
+    draw(RECORD, GROUP, tmp_path / "drawn.svg")
+    assert texts == texts_of(tmp_path / "drawn.svg")
     record = json.loads(RECORD.read_text())
-    rows = [row for row in record["rows"] if row["group"] == "policy_loss bfloat16 8192x1536x151936"]
-    rows = sorted((row for row in rows if row["row"] in NAMES), key=lambda row: row["median"], reverse=True)
+    rows = [row for row in record["rows"] if row["group"] == GROUP]
+    rows = sorted((row for row in rows if row["row"] in ROWS), key=lambda row: row["median"], reverse=True)
     names, times = texts.index("Liger"), texts.index("243 (cut)")
-    assert texts[names : names + len(rows)] == [NAMES[row["row"]] for row in rows]
+    assert texts[names : names + len(rows)] == [ROWS[row["row"]] for row in rows]
     expected = [f"{row['median'] * 1e3:.1f}" for row in rows]
     assert texts[times : times + len(rows)] == ["243 (cut)", *expected[1:]]
     assert round(rows[0]["median"] * 1e3) == 243

@@ -21,9 +21,9 @@ from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 ALLOWED_PART = 64
 """On a 2-core CPU, width 896 and 49,152 words: from a 75th of them on, all logits are faster than gathered rows."""
 PAIR_BYTES = 96
-"""Of the vectors over the pairs of a chunk that exist at once, indices in int64."""
+"""Bytes per pair of a chunk: all vectors over the pairs that exist at once, with indices in int64."""
 TILES = 4
-"""Of gathered rows that exist at once: those of a product's two factors, as they are stored and in its dtype."""
+"""Blocks of gathered rows that exist at once: both factors of a product, each as stored and in its dtype."""
 
 
 class Sets(NamedTuple):

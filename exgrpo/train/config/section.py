@@ -28,7 +28,7 @@ def _several(sources: Any) -> Any:
 
 
 Sources = Annotated[tuple[str, ...], BeforeValidator(_several), Field(min_length=1)]
-"""One or several sources of questions; in a recipe, a single one needs no list."""
+"""Sources of questions; in a recipe, a single source needs no list."""
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 """vLLM treats lower ones as 0.01; at higher ones every token is about equally likely."""
 TopP = Annotated[float, Field(gt=0, le=1)]

@@ -79,7 +79,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One question as read from the data set."""
+    """Question as read from the data set."""
 
     question: str
     gold: str
