@@ -24,7 +24,7 @@ from exgrpo.kernels.triton_chunks.fused_kernels import (
     merge_kernel,
     target_logit_kernel,
 )
-from exgrpo.kernels.triton_chunks.fused_product import LISTED, MERGED, half_tile, traits
+from exgrpo.kernels.triton_chunks.fused_product import LISTED, MERGED, half_tile, tile_with_bias, traits
 from exgrpo.kernels.triton_chunks.row_kernels import (
     entropy_kernel,
     gradient_kernel,
@@ -81,8 +81,10 @@ FLOATS = {"hidden": "bf16", "weight": "bf16", "target": "i64", "listed": "i32"}
 NUMBERS = ("rows", "vocabulary", "width", "vocabulary_stride", "out_stride")
 
 
-def product_tile(architecture):
-    return launch.planned(architecture, torch.bfloat16, launch.WIDE).tile
+def product_tile(architecture, bias):
+    tile = launch.planned(architecture, torch.bfloat16, launch.WIDE).tile
+    assert (tile.rows, tile.columns) == (128, 256)
+    return tile_with_bias(tile, architecture) if bias else tile
 
 
 def compiled_product(architecture, kernel, tile, constants, **dtypes):
@@ -101,23 +103,26 @@ def compiled_product(architecture, kernel, tile, constants, **dtypes):
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
-    ("bias", "shaped", "out", "again"),
+    ("bias", "capped", "out", "again"),
     [
+        (None, False, None, False),
         (None, False, "bf16", False),
+        (None, False, "fp16", False),
         ("bf16", True, "bf16", False),
         ("bf16", True, "fp32", False),
         ("fp32", True, "bf16", True),
     ],
 )
-def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, shaped, out, again):
-    """``shaped``: with softcap and temperatures; ``again``: rows with new anchors, few, are read through pointers."""
-    tile, trait = product_tile(architecture), traits(architecture)
+def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, capped, out, again):
+    """With temperatures; ``again``: rows with new anchors, few, are read through pointers."""
+    tile, trait = product_tile(architecture, bias), traits(architecture)
     described = trait.described and not again
-    dtypes = {"bias": bias, "out": out} | dict.fromkeys(("softcap", "temperature"), "fp32" if shaped else None)
+    dtypes = {"bias": bias, "out": out, "softcap": "fp32" if capped else None}
     if described:
-        dtypes["hidden"] = f"tensordesc<bf16[{tile.rows},{tile.depth}]>"
-        dtypes["weight"] = f"tensordesc<bf16[{tile.columns},{tile.depth}]>"
-        dtypes["out"] = f"tensordesc<{out}[{tile.rows},{tile.columns // trait.parts}]>"
+        operand = "fp16" if out == "fp16" else "bf16"
+        dtypes["hidden"] = f"tensordesc<{operand}[{tile.rows},{tile.depth}]>"
+        dtypes["weight"] = f"tensordesc<{operand}[{tile.columns},{tile.depth}]>"
+        dtypes["out"] = out and f"tensordesc<{out}[{tile.rows},{tile.columns // trait.parts}]>"
     if again:
         tile = half_tile(tile)
     else:
@@ -131,12 +136,13 @@ def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, sha
 
 
 @pytest.mark.parametrize("architecture", architectures())
-def test_the_kernels_beside_the_product(architecture):
+@pytest.mark.parametrize("bias", [None, "bf16"])
+def test_the_kernels_beside_the_product(architecture, bias):
     """The targets' logits, and the largest ones of some rows."""
-    tile = half_tile(product_tile(architecture))
+    tile = half_tile(product_tile(architecture, bias))
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-    assert_runs_well(compiled_product(architecture, largest_kernel, tile, constants, bias="bf16"))
-    assert_runs_well(compiled_product(architecture, target_logit_kernel, None, {"BLOCK": 1024}, bias="bf16"))
+    assert_runs_well(compiled_product(architecture, largest_kernel, tile, constants, bias=bias))
+    assert_runs_well(compiled_product(architecture, target_logit_kernel, None, {"BLOCK": 1024}, bias=bias))
 
 
 SUMS = [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import tune
+from exgrpo.kernels import backend_choice
 from exgrpo.kernels.timing import Shape
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
+from exgrpo.kernels.triton_chunks.triton_passes import plan_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -26,13 +29,27 @@ def test_every_machine_has_a_plan(architecture, monkeypatch):
     launch.plan.cache_clear()
     for dtype, width in product(DTYPES, (64, 2559, 2560, 8192)):
         plan = launch.plan(GPU, dtype, width, 152064)
-        assert plan.fused == (architecture == "sm_90" and dtype.itemsize == 2)  # no other was timed yet
+        assert plan.fused == (architecture in ("sm_90", "sm_100") and dtype.itemsize == 2)
         assert launch.plan(GPU, dtype, width, 129).rows.block == 256
         assert plan.rows.block.bit_count() == plan.rows.warps.bit_count() == 1
         assert plan.memory == (16 << 20 if architecture == "cpu" else 1 << 30)
         assert all(number.bit_count() == 1 for number in (plan.tile.rows, plan.tile.columns, plan.tile.depth))
         operands = (plan.tile.rows + plan.tile.columns) * plan.tile.depth * 2 * plan.tile.stages
         assert operands <= SHARED_LIMIT.get(architecture, 48) << 10
+    launch.plan.cache_clear()
+
+
+def test_a_bias_takes_a_narrower_tile_on_blackwell_alone(monkeypatch):
+    options, shard = SimpleNamespace(operand=torch.bfloat16, softcap=None), SimpleNamespace(largest=152064)
+    products = SimpleNamespace(weight=torch.empty(1, 4096, dtype=torch.bfloat16))
+    columns = {}
+    for name, bias in product(("sm_90", "sm_100"), (None, torch.empty(1))):
+        for module in (launch, backend_choice):
+            monkeypatch.setattr(module, "architecture", lambda device, name=name: name)
+        launch.plan.cache_clear()
+        head = SimpleNamespace(products=products, options=options, shard=shard, head=SimpleNamespace(bias=bias))
+        columns[name, bias is not None] = plan_of(head).tile.columns
+    assert columns == {("sm_90", False): 256, ("sm_90", True): 256, ("sm_100", False): 256, ("sm_100", True): 128}
     launch.plan.cache_clear()
 
 

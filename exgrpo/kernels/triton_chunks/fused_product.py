@@ -95,6 +95,11 @@ def traits(name: str) -> Traits:
     )
 
 
+def tile_with_bias(tile: Tile, name: str) -> Tile:
+    """Return the tile of products with a bias: an epilogue over a wide tile as a whole has no registers for it."""
+    return replace(tile, columns=min(tile.columns, 128)) if traits(name).parts == 1 else tile
+
+
 def half_tile(tile: Tile) -> Tile:
     """Return half a tile, for pointers in the descriptors' place: they need more registers."""
     return replace(tile, rows=max(SMALLEST_TILE, tile.rows // 2))

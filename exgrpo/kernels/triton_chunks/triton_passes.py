@@ -16,6 +16,7 @@ from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTokens
 from exgrpo.kernels.triton_chunks import triton_tokens
+from exgrpo.kernels.triton_chunks.fused_product import tile_with_bias
 from exgrpo.kernels.triton_chunks.launch import LaunchPlan, multiprocessors, plan
 from exgrpo.kernels.triton_chunks.row_kernels import (
     LARGEST_SUM,
@@ -38,7 +39,9 @@ def plan_of(head: ChunkedHead) -> LaunchPlan:
         backend_choice.say(
             f"{operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
         )
-    return replace(chosen, fused=fused)
+    biased = head.head.bias is not None
+    tile = tile_with_bias(chosen.tile, backend_choice.architecture(weight.device)) if biased else chosen.tile
+    return replace(chosen, fused=fused, tile=tile)
 
 
 def rows_of(plan: LaunchPlan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int) -> int:
