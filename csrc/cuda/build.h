@@ -6,7 +6,7 @@
 
 namespace exgrpo {
 
-// Must match exgrpo.kernels.cuda_chunks.binding.Build field by field. CUDA versions are 1000 major + 10 minor.
+// Must match exgrpo.kernels.extension.CudaBuild field by field. CUDA versions are 1000 major + 10 minor.
 struct Build {
   int32_t runtime;  // linked CUDA runtime
   int32_t driver;   // newest CUDA version that the driver supports; 0: no driver

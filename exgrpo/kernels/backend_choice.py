@@ -33,6 +33,18 @@ def order(device: torch.device, operand: torch.dtype, logits: int) -> tuple[str,
     return ("triton", "torch")
 
 
+def why(device: torch.device, operand: torch.dtype) -> str:
+    """Return the reason for the first backend of `order` in large calls."""
+    name = architecture(device)
+    if device.type == "cpu":
+        return "compiled C++ is the fastest on CPUs"
+    if name != "sm_90":
+        return f"cuda is written for sm_90 (Hopper), and this is {name}"
+    if operand != torch.bfloat16:
+        return "cuda multiplies bfloat16 alone"
+    return "cuda is the fastest for large calls on Hopper"
+
+
 def architecture(device: torch.device) -> str:
     """Return the name of a GPU's architecture, such as sm_90 or gfx942; "cpu" for any CPU."""
     if device.type != "cuda":

@@ -74,9 +74,7 @@ def unavailable(name: str, device: torch.device) -> str:
     if name == "triton" and device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         return f"it needs a GPU, or TRITON_INTERPRET=1 in the environment; the tensors are on {device.type}"
     if name == "cuda":
-        from exgrpo.kernels.cuda_chunks import binding  # which imports triton
-
-        return binding.unavailable(device)
+        return extension.cuda_unavailable(device)
     return ""
 
 

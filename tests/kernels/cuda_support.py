@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from exgrpo.kernels import dispatch
+from exgrpo.kernels import dispatch, extension
 from exgrpo.kernels.cuda_chunks import binding
 from exgrpo.kernels.cuda_chunks.binding import ProductArguments
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
 COMPILER = shutil.which("g++")
-ON_GPU = not binding.unavailable(torch.device("cuda")) if torch.cuda.is_available() else False
+ON_GPU = not extension.cuda_unavailable(torch.device("cuda")) if torch.cuda.is_available() else False
 
 
 @cache
@@ -53,7 +53,7 @@ def emulate_backend(monkeypatch):
     """Let the CUDA backend run without a GPU: its own kernels emulated, Triton's in their interpreter."""
     monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
     monkeypatch.setattr(binding.Call, "launch", lambda call, device: emulate_product(call))
-    monkeypatch.setattr(binding, "unavailable", lambda device: "")
+    monkeypatch.setattr(extension, "cuda_unavailable", lambda device: "")
 
 
 def run(command):

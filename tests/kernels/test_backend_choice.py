@@ -1,5 +1,7 @@
 """Which backend is taken: by argument, environment and size, on made-up machines."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,13 +31,35 @@ def test_auto_is_the_extension_on_cpus_and_triton_on_gpus(logits, monkeypatch):
     assert automatic(CPU, torch.float32, logits) == automatic(CUDA, torch.bfloat16, logits) == "torch"
 
 
-def test_auto_is_the_product_in_cuda_for_large_calls_on_hopper_where_it_is_built(monkeypatch):
-    binding = pytest.importorskip("exgrpo.kernels.cuda_chunks.binding", reason="triton is not installed")
-    for reason, taken in (("", "cuda"), ("its library was not built", "triton")):
-        monkeypatch.setattr(binding, "unavailable", lambda device, reason=reason: reason)
-        assert automatic(CUDA, torch.bfloat16, LARGE) == taken
-        assert automatic(CUDA, torch.bfloat16, 1) == "triton"
-    monkeypatch.setattr(binding, "unavailable", lambda device: "")
+# CUDA of the library, the newest one of the driver, the GPU, and why the library is refused.
+REFUSED = [
+    (12090, 12000, (9, 0), ""),
+    (12090, 13010, (9, 0), ""),
+    (12090, 0, (9, 0), "there is no NVIDIA driver"),
+    (
+        *(12090, 11080, (9, 0)),
+        "_cuda.so needs a driver of CUDA 12 or newer, and this one supports CUDA 11.8 at most: update it",
+    ),
+    (
+        *(13000, 12080, (9, 0)),
+        "_cuda.so needs a driver of CUDA 13 or newer, and this one supports CUDA 12.8 at most: update it, or install "
+        "exgrpo anew with nvcc of CUDA 12 and EXGRPO_CUDA=force",
+    ),
+    (12090, 12080, (10, 0), "it is written for compute capability 9.0 (Hopper); the device has 10.0"),
+]
+
+
+@pytest.mark.parametrize(("runtime", "driver", "capability", "reason"), REFUSED)
+def test_auto_is_the_library_in_cuda_for_large_calls_where_driver_and_gpu_take_it(
+    runtime, driver, capability, reason, monkeypatch
+):
+    library = SimpleNamespace(exgrpo_build=lambda: extension.CudaBuild(runtime, driver))
+    monkeypatch.setattr(extension, "cuda_missing", lambda: "")
+    monkeypatch.setattr(extension, "cuda_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert dispatch.unavailable("cuda", CUDA) == reason
+    assert automatic(CUDA, torch.bfloat16, LARGE) == ("triton" if reason else "cuda")
+    assert automatic(CUDA, torch.bfloat16, 1) == automatic(CUDA, torch.float16, LARGE) == "triton"
     monkeypatch.setattr(backend_choice, "architecture", lambda device: "sm_100")
     assert automatic(CUDA, torch.bfloat16, LARGE) == "triton"
 
@@ -47,8 +71,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch):
         requested("triton", CPU)
     with pytest.raises(RuntimeError, match="backend='cuda': it needs a GPU; the tensors are on cpu"):
         requested("cuda", CPU)
-    binding = pytest.importorskip("exgrpo.kernels.cuda_chunks.binding", reason="triton is not installed")
-    monkeypatch.setattr(binding, "unavailable", lambda device: "its library was not built")
+    monkeypatch.setattr(extension, "cuda_unavailable", lambda device: "its library was not built")
     with pytest.raises(RuntimeError, match="backend='cuda': its library was not built; expected auto or torch"):
         requested("cuda", CUDA)
     monkeypatch.setattr(extension, "MISSING", "the compiled extension was not built")

@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed; it brings the dis
 
 import triton
 
+from exgrpo.kernels import extension
 from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import Build, ProductArguments
+from exgrpo.kernels.cuda_chunks.binding import ProductArguments
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS
 
 from .cuda_support import NVCC, ON_GPU, SOURCES, run
@@ -73,26 +74,40 @@ def test_the_product_is_on_the_matrix_units(disassembled):
 
 
 @pytest.fixture
-def shipped(built):
-    return binding.declared(ctypes.CDLL(str(built / "_cuda.so")))
+def library(monkeypatch, tmp_path):
+    """Path of the library, where there is none yet."""
+    monkeypatch.setattr(extension, "CUDA_FILE", tmp_path / "_cuda.so")
+    forget()
+    yield extension.CUDA_FILE
+    forget()
 
 
-def test_calls_that_fail_are_named(shipped):
+def forget():
+    extension.cuda_library.cache_clear()
+    extension.cuda_missing.cache_clear()
+
+
+def test_calls_that_fail_are_named(library, built):
+    library.symlink_to(built / "_cuda.so")
+
+    def call(rows, vocabulary):
+        arguments = ProductArguments(rows=rows, vocabulary=vocabulary, width=64)
+        binding.check(extension.cuda_library().exgrpo_product(ctypes.byref(arguments), None))
+
     for rows, vocabulary in ((0, 100), (5, 0)):  # nothing to do is no error
-        assert shipped.exgrpo_product(ProductArguments(rows=rows, vocabulary=vocabulary, width=64), None) is None
+        call(rows, vocabulary)
     with pytest.raises(RuntimeError, match="too many tiles; use smaller chunks"):
-        binding.check(shipped.exgrpo_product(ProductArguments(rows=1 << 30, vocabulary=1 << 20, width=64), None))
+        call(1 << 30, 1 << 20)
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match=r"cuda backend: cudaGetDriverEntryPointByVersion\(\w+\): \w+"):
-            binding.check(shipped.exgrpo_product(ProductArguments(rows=2, vocabulary=100, width=64), None))
+            call(2, 100)
 
 
 def test_python_and_cuda_agree_about_the_arguments(tmp_path):
     """Size and place of every field of the structures, and the tiles; shared memory is within limits."""
-    names = {"build.h": Build, "product.h": ProductArguments}
+    names = {"build.h": ("Build", extension.CudaBuild), "product.h": ("ProductArguments", ProductArguments)}
     checks = [f'#include "{header}"' for header in names] + ["#include <cstddef>"]
-    for structure in names.values():
-        name = structure.__name__
+    for name, structure in names.values():
         checks.append(f"static_assert(sizeof(exgrpo::{name}) == {ctypes.sizeof(structure)});")
         for field, *_ in structure._fields_:
             place = getattr(structure, field).offset
@@ -104,24 +119,19 @@ def test_python_and_cuda_agree_about_the_arguments(tmp_path):
     run([NVCC, "-std=c++17", f"-I{SOURCES}", "-c", source, "-o", tmp_path / "places.o"])
 
 
-@pytest.fixture
-def on_hopper(monkeypatch, tmp_path):
-    """A machine that seems to have one, and the path of its library."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(binding, "PATH", tmp_path / "_cuda.so")
-    binding.load.cache_clear()
-    yield binding.PATH
-    binding.load.cache_clear()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a driver")
-def test_the_driver_is_asked_before_anything_is_launched(on_hopper, built):
-    assert "_cuda.so" in binding.unavailable(torch.device("cuda"))
-    on_hopper.write_bytes(b"no library")
-    assert "build it anew with EXGRPO_CUDA=force" in binding.unavailable(torch.device("cuda"))
-    on_hopper.unlink()
-    on_hopper.symlink_to(built / "_cuda.so")
-    assert "the driver supports CUDA 0.0 at most" in binding.unavailable(torch.device("cuda"))
+def test_the_driver_is_asked_before_anything_is_launched(library, built, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    assert "_cuda.so" in extension.cuda_unavailable(gpu)
+    forget()
+    library.write_bytes(b"no library")
+    assert "build it anew with EXGRPO_CUDA=force" in extension.cuda_unavailable(gpu) == extension.cuda_state()
+    forget()
+    library.unlink()
+    library.symlink_to(built / "_cuda.so")
+    assert extension.cuda_unavailable(gpu) == "there is no NVIDIA driver"
+    assert re.fullmatch(r"_cuda.so, sm_90a by CUDA (\d+)\.\d, for drivers of CUDA \1 or newer", extension.cuda_state())
 
 
 SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"

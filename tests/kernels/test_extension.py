@@ -72,10 +72,20 @@ def test_without_a_compiler_it_is_pure_python_and_says_so_once(build, tmp_path, 
     )
 
 
+def test_without_nvcc_it_says_so_once(build, tmp_path):
+    result = build(EXGRPO_BUILD="skip", EXGRPO_CUDA="auto", CUDA_HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    said = result.stdout + result.stderr
+    assert (
+        said.count("exgrpo will be without its CUDA C++ kernels: there is no nvcc; install CUDA, and put nvcc on") == 1
+    )
+    assert not compiled(tmp_path)
+
+
 def test_skipped_without_a_word(build, tmp_path):
     result = build(EXGRPO_BUILD="skip")
     assert result.returncode == 0
-    assert "pure Python" not in result.stdout + result.stderr
+    assert "exgrpo will be" not in result.stdout + result.stderr
     assert not compiled(tmp_path)
     (record,) = tmp_path.rglob("build.json")
     assert json.loads(record.read_text()) == {
