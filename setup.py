@@ -239,7 +239,9 @@ class BuildExtensions(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = [str(made) for _, made in objects]
         if extension is CUDA:
-            execute([str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "-s", *inputs, "-o", str(target)])
+            # nvcc links code of a default GPU in, too, unless it is given the target.
+            options = ["-shared", "-cudart", "static", "-gencode", CUDA_TARGET, "-Xlinker", "-s"]
+            execute([str(nvcc()), *options, *inputs, "-o", str(target)])
         else:
             # No rpath to torch's libraries: they are loaded before the extension.
             libraries = [f"-L{torch_folder()}/lib", "-ltorch_cpu"]
@@ -253,7 +255,7 @@ class BuildPython(build_py):
         """Copies the Python files."""
         if MISSING and switch("EXGRPO_BUILD") == "auto":
             self.warn(f"exgrpo will be pure Python, with slower kernels on CPUs: {MISSING}, {AGAIN}")
-        if CUDA_MISSING and nvcc():
+        if CUDA_MISSING:
             self.warn(f"exgrpo will be without its CUDA C++ kernels: {CUDA_MISSING}")
         super().run()
         record = Path(ROOT if self.editable_mode else self.build_lib, RECORD)

