@@ -6,7 +6,7 @@ from math import nan
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, answers_of, cell, import_answers
@@ -252,7 +252,6 @@ def changed(draw, value):
     return draw(ANYTHING)
 
 
-@settings(max_examples=100, deadline=None)
 @given(sound=st.sampled_from(SOUND), data=st.data())
 def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, sound, data):
     columns, row = sound
