@@ -7,9 +7,7 @@ import sys
 
 from exgrpo.commands import BEFORE, COMPLETION, PROGRAMS, SCRIPT
 
-ALSO = {
-    "experience": [["exgrpo.tools.experience", name] for name in ("show", "export", "import")],
-}
+ALSO = {"experience": [["exgrpo.tools.experience", name] for name in ("show", "export", "import")]}
 """What else tells options of a program, beside the program itself."""
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 

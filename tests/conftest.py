@@ -16,9 +16,9 @@ import torch
 from hypothesis import settings
 
 # A busy machine is no failure. What is drawn is the same in every run but those with --long: a change is not held up by
-# what it did not touch, and new draws are tried every night.
-settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None)
+# what it did not touch, and new draws, and more of them, are tried every night.
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("new", deadline=None, max_examples=200)
 
 SLOW = (
     *("benchmarks", "docs", "examples", "integrations", "test_extras.py", "test_packaging.py"),

@@ -64,10 +64,7 @@ def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
     assert line.endswith("): pip install 'exgrpo[train]'")
 
 
-@pytest.mark.parametrize(
-    ("module", "requirements"),
-    [("transformers", "transformers"), ("trl", "'exgrpo[trl]'")],
-)
+@pytest.mark.parametrize(("module", "requirements"), [("transformers", "transformers"), ("trl", "'exgrpo[trl]'")])
 def test_integrations_name_what_they_need(module, requirements):
     done = with_torch_alone(f"exgrpo.integrations.{module}")
     assert done.returncode == 2

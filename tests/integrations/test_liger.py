@@ -149,12 +149,7 @@ def test_in_bfloat16_it_is_nearer_to_the_exact_loss_than_theirs(beta):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("loss_type", "cispo"),
-        ("importance_sampling_level", "sequence"),
-        ("delta", 4.0),
-    ],
+    ("option", "value"), [("loss_type", "cispo"), ("importance_sampling_level", "sequence"), ("delta", 4.0)]
 )
 def test_what_the_objective_does_not_cover_is_refused_by_name(option, value):
     with pytest.raises(ValueError, match=f"^{option}: {value!r}.*keep liger_kernel"):

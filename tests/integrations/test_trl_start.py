@@ -24,13 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOGGED = {"question": "prompt", "response": "completion"}
 EXPERT = ["3+4=7", "1 + 2 = 3", "12", "\\boxed{5}", "7-2=5", "2*3=6"]
-RUN = {
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "max_steps": 4,
-    "lr_scheduler_type": "constant",
-    "refills": 2,
-}
+RUN = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant", "refills": 2}
 
 
 def trainer_of(folder: Path, model: Path, **changes: Any) -> ExGRPOTrainer:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,33 @@ UNCONSTRAINED = {"PIP_CONSTRAINT": os.devnull}
 BESIDE_VERL = ("torch==2.13.0", "pyzmq", "msgspec", "cachetools", "fastapi", "uvicorn")
 
 
+def is_unreachable(errors: str) -> bool:
+    """True if pip could not ask for packages; False if it did, and no versions fit together."""
+    return "after connection broken by" in errors and "ResolutionImpossible" not in errors
+
+
+def test_without_a_network_verls_tests_are_skipped_and_a_conflict_of_versions_fails(tmp_path: Path) -> None:
+    wheels = {"first": "common==1", "second": "common==2", "common": ""}
+    for name, needed in wheels.items():
+        with zipfile.ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            require = f"Requires-Dist: {needed}\n" * bool(needed)
+            wheel.writestr(
+                f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{require}"
+            )
+            wheel.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}-1.dist-info/RECORD", "")
+
+    def errors(*names: str) -> str:
+        offline = ("--isolated", "--retries=1", "--index-url=http://127.0.0.1:9", f"--find-links={tmp_path}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", *offline, *names]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode
+        return done.stderr
+
+    assert is_unreachable(errors("elsewhere"))
+    assert not is_unreachable(errors("first", "second"))
+
+
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The Python of an environment with verl, which is made once and kept in the user's cache."""
@@ -48,8 +76,9 @@ def python() -> Path:
         shutil.rmtree(cache, ignore_errors=True)
         for command in ([sys.executable, "-m", "venv", cache], [there, "-m", "pip", "install", "--quiet", *wanted]):
             done = subprocess.run(command, env={**os.environ, **UNCONSTRAINED}, capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"an environment with verl cannot be made: {done.stderr[-300:]}")
+            if is_unreachable(done.stderr):
+                pytest.skip(f"an environment with verl cannot be made without a network: {done.stderr[-300:]}")
+            assert done.returncode == 0, done.stderr[-3000:]
         whole.touch()
     return there
 

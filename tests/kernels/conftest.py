@@ -26,9 +26,10 @@ def backends_of(device):
 
 BACKENDS = backends_of(DEVICE)
 if INTERPRETING:
-    from .interpreting import correct_bfloat16_dot
+    from .interpreting import correct_bfloat16_dot, patch_language_once
 
     correct_bfloat16_dot()
+    patch_language_once()
     os.environ["EXGRPO_SELF_TEST"] = "0"  # a second for each kind of call, and these tests say more
     collect_ignore_glob = ["test_cpu_*", "test_cuda_*", "test_*compile*", "test_*_self_test.py"]
 INTERPRETED = ("test_sixteen_bits", "test_combinations", "test_vocab_group")  # besides tests of a backend

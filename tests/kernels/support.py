@@ -26,9 +26,9 @@ needs_inductor = pytest.mark.skipif(
 )
 
 
-def fewer_interpreted(number: int) -> int:
-    """Tokens of a test: a quarter of them in Triton's interpreter, which has a program for each."""
-    return number // 4 if INTERPRETING else number
+def fewer_interpreted(number: int, share: int = 4) -> int:
+    """Tokens of a test: a share of them in Triton's interpreter, which has a program for each."""
+    return number // share if INTERPRETING else number
 
 
 def long_interpreted(value):

@@ -21,7 +21,8 @@ def head_of_logits(logits, target, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_words_keep_their_relative_precision(dtype, backend, device):
     """Over all gaps between two logits: log p, 1 - p and the entropy shrink to 1e-35, and each keeps its digits."""
-    gap = torch.cat((torch.linspace(-85, 85, fewer_interpreted(4000)), torch.logspace(-20, 1, 100))).to(dtype)
+    wide, near = fewer_interpreted(4000, 32), fewer_interpreted(100)
+    gap = torch.cat((torch.linspace(-85, 85, wide), torch.logspace(-20, 1, near))).to(dtype)
     hidden = gap.to(device).unsqueeze(1).requires_grad_()
     weight = torch.tensor([[1.0], [0.0]], dtype=dtype, device=device)
     found = linear_log_prob(hidden, weight, torch.zeros(len(gap), dtype=torch.int64, device=device), backend=backend)
@@ -40,7 +41,8 @@ def test_two_words_keep_their_relative_precision(dtype, backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_caps_keep_their_relative_precision(dtype, backend, device):
     """The log-prob of one of two words whose capped logits are c and 0, over all logits."""
-    logit = torch.cat((torch.logspace(-6, 3, 500), -torch.logspace(-6, 3, 500))).to(dtype)
+    size = torch.logspace(-6, 3, fewer_interpreted(500, 8))
+    logit = torch.cat((size, -size)).to(dtype)
     hidden, weight = logit.unsqueeze(1).to(device), torch.tensor([[1.0], [0.0]], dtype=dtype, device=device)
     target = torch.ones(len(logit), dtype=torch.int64, device=device)
     log_prob, _ = linear_log_prob(hidden, weight, target, softcap=5.0, backend=backend)

@@ -8,14 +8,7 @@ import torch
 from exgrpo.kernels import linear_policy_loss, reference
 from exgrpo.kernels.chunks import products
 
-from .support import (
-    Case,
-    both_functions,
-    compare,
-    fewer_interpreted,
-    make_case,
-    make_tokens,
-)
+from .support import Case, both_functions, compare, fewer_interpreted, make_case, make_tokens
 
 SHAPES = [
     (fewer_interpreted(252), 507, 123),  # nothing a multiple of anything

@@ -146,10 +146,7 @@ def test_a_check_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_until_it_hangs)
     found = run_check("hangs", REMEDY, recipe, folder, timeout=7)
-    assert (found.result, found.text) == (
-        "failed",
-        f"it has not ended within 7 s; {REMEDY}; --timeout gives it longer",
-    )
+    assert (found.result, found.text) == ("failed", f"it has not ended within 7 s; {REMEDY}; --timeout gives it longer")
     assert all(gone(pid) for pid in json.loads((folder / PIDS).read_text()))
 
 

@@ -23,10 +23,7 @@ def documents():
 
 def test_the_shell_has_nothing_to_complain_about():
     done = subprocess.run(
-        [Path(sys.executable).with_name("shellcheck"), SLURM],
-        capture_output=True,
-        text=True,
-        check=False,
+        [Path(sys.executable).with_name("shellcheck"), SLURM], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
 

@@ -264,11 +264,7 @@ def test_training_on_one_band_masks_the_other_groups(band, normalize):
 def test_a_band_counts_the_fresh_rows_of_mixed_groups():
     # round(0.5 * 3) = 2 of 3 fresh rows are right, 67 %: medium. With the replayed row it is 3 of 4: easy, too.
     for count_replayed, kept in ((False, False), (True, True)):
-        trainer = make(
-            half(20),
-            experience={"count_replayed": count_replayed},
-            objective={"train_on": "easy"},
-        )
+        trainer = make(half(20), experience={"count_replayed": count_replayed}, objective={"train_on": "easy"})
         trainer.step(1)
         trainer.policy.updates.clear()
         trainer.step(2)

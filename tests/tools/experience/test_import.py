@@ -6,7 +6,7 @@ from math import nan
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, answers_of, cell, import_answers
@@ -149,16 +149,7 @@ def test_the_question_of_messages_is_what_the_user_says():
     assert one["question"] == "user: 1 + 1\n\nassistant: 2\n\nuser: and 2?"
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("d.-1.e", 4),
-        ("a+b.c", 3),
-        ("n+n", None),
-        ("x.y", 5),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("path", "value"), [("d.-1.e", 4), ("a+b.c", 3), ("n+n", None), ("x.y", 5), ("", None)])
 def test_a_column_is_a_name_a_path_or_a_sum(path, value):
     row = {"a": 1, "b": {"c": 2}, "d": [{"e": 3}, {"e": 4}], "n": nan, "x.y": 5, "": 6}
     assert cell(row, path) == value
@@ -252,7 +243,6 @@ def changed(draw, value):
     return draw(ANYTHING)
 
 
-@settings(max_examples=100, deadline=None)
 @given(sound=st.sampled_from(SOUND), data=st.data())
 def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, sound, data):
     columns, row = sound

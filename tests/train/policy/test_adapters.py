@@ -149,10 +149,7 @@ def test_options_that_say_the_same_are_taken(adapters):
 
 
 CHANGES = {
-    "another model": (
-        {"base_model_name_or_path": "Qwen/other"},
-        r"are for 'Qwen/other', and policy\.path is .*base: ",
-    ),
+    "another model": ({"base_model_name_or_path": "Qwen/other"}, r"are for 'Qwen/other', and policy\.path is .*base: "),
     "another scale": ({"use_rslora": True}, r"have use_rslora=True: these are not trained here"),
     "another kind of layer": ({"use_dora": True}, r"have use_dora=True: these"),
     "another start": ({"init_lora_weights": "pissa"}, r"have init_lora_weights='pissa': these"),

@@ -128,10 +128,7 @@ def test_numbers_of_a_known_difference():
     assert numbers["ess"] == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=12),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), min_size=1, max_size=12), st.booleans())
 def test_advantages_are_those_of_the_kernel_to_the_bit(rows, scale_by_std):
     group, reward = (np.array(column) for column in zip(*rows, strict=True))
     options = ObjectiveConfig(scale_by_std=scale_by_std)

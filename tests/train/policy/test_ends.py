@@ -132,9 +132,5 @@ def test_a_saved_model_has_the_ends_of_the_run_and_its_other_settings(tmp_path, 
     policy.end_with(ids)
     policy.save(saved)
     assert (
-        GenerationConfig.from_pretrained(saved).to_diff_dict().items()
-        >= {
-            **settings,
-            "eos_token_id": expected,
-        }.items()
+        GenerationConfig.from_pretrained(saved).to_diff_dict().items() >= {**settings, "eos_token_id": expected}.items()
     )

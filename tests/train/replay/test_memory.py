@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.common.step_batch import StepBatch
@@ -58,7 +58,6 @@ continuous_steps = st.lists(
 
 
 @given(continuous_steps, st.booleans(), st.sampled_from([0.7, 1.0]))
-@settings(max_examples=200)
 def test_memory_of_continuous_rewards_follows_a_plain_model(history, retire, success):
     memory = remembering(QUESTIONS, K, bucket_by="reward_deviation", retire=retire, success=success)
     stored: dict[int, dict[tuple[int, ...], float]] = {}  # question -> response -> reward, oldest first

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -190,7 +190,6 @@ OPTIONS = st.fixed_dictionaries(
     st.booleans(),
     st.integers(0, 5),
 )
-@settings(max_examples=200)
 def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, options, success, scale_by_std, start):
     setting = MethodOptions(ExperienceConfig(**options), K, success, ObjectiveConfig(scale_by_std=scale_by_std))
     memory, model = ExperienceMemory(QUESTIONS, setting), Model(options, success, scale_by_std)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.common.errors import ConfigError
@@ -41,7 +41,6 @@ def take(of: Evaluator, step: int, right: int) -> None:
         of.evaluate(step)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(0, QUESTIONS), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 7))
 def test_the_best_is_the_first_highest_and_patience_ends_after_it_also_when_the_run_is_continued(rights, patience, cut):
     of = evaluator(patience=patience)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exgrpo.train.common.records import AllowedTokens, Rollout
@@ -173,7 +173,6 @@ def test_a_reply_that_does_not_come_is_waited_for_no_longer_than_said(caplog):
 TURNS = st.lists(st.sampled_from(["a?", "bb?", "c?"]), max_size=4, unique=True)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(TURNS, min_size=1, max_size=5, unique_by=tuple), st.integers(3, 30))
 def test_every_answer_is_what_a_plain_loop_writes(scripts, max_tokens):
     """Answers side by side, in the order of samples, each with the replies to its own turns alone."""

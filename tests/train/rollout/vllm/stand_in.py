@@ -68,10 +68,7 @@ class StandIn:
         self.error = None
         for of, names in (
             ("LLM", ("sleep", "wake_up", "collective_rpc", "apply_model")),
-            (
-                "LLMEngine",
-                ("add_request", "step", "abort_request", "reset_prefix_cache", "has_unfinished_requests"),
-            ),
+            ("LLMEngine", ("add_request", "step", "abort_request", "reset_prefix_cache", "has_unfinished_requests")),
         ):
             for name in names:
                 setattr(self, name, checked(module.version, f"{of}.{name}", getattr(self, f"_{name}")))
