@@ -30,13 +30,12 @@ from benchmarks.test_experience import (
     filled_columns,
     graded,
 )
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
+from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
 from exgrpo.train.replay import ExperienceConfig, MeanScores, MethodOptions, Replay
 from exgrpo.train.replay.replay import ReplayState
-from exgrpo.train.replay.table import Stored, Table
 
 PROMPT = 64  # tokens
 MEASURED_STEPS = 10
@@ -53,6 +52,7 @@ WHAT = {
     "store": "store a step's answers",
     "first_save": "first save",
     "later_save": "save after a further step",
+    "tidy": "move the answers together, half of which have left",
     "load": "load",
     "disk_bytes": "files after the first save",
 }
@@ -104,16 +104,16 @@ def questions_of(count: int) -> QuestionSet:
     return question_set("synthetic", Rows(), tokenize, prompts)
 
 
-def stored_answers(sizes: Sizes, rng: np.random.Generator, folder: Path | None) -> Stored:
-    """Return successes, question by question in turn."""
-    table = Table(sizes.questions, folder)
+def fill(replay: Replay, sizes: Sizes, rng: np.random.Generator) -> None:
+    """Store successes, question by question in turn."""
     for first in range(0, sizes.trajectories, CHUNK):
         answers = np.arange(first, min(first + CHUNK, sizes.trajectories))
         rewards = np.ones((len(answers), 1)).tolist()
         batch = graded(answers % sizes.questions, rewards, rng, sizes.tokens, 0)
         batch.fill(step=answers * STEPS // sizes.trajectories)
-        table.add(batch, **filled_columns(len(answers), rng))
-    return table.stored()
+        replay.memory.table.add(batch, **filled_columns(len(answers), rng))
+    arrays = filled_arrays(sizes.questions, rng)
+    vars(replay.memory).update(arrays, retired=arrays["retired"] != 0)
 
 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
@@ -132,10 +132,10 @@ def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int)
     return plan, select, store
 
 
-def save(replay: Replay, store: ExperienceStore) -> tuple[str, dict[str, Any]]:
+def save(replay: Replay, folder: Path) -> tuple[str, dict[str, Any]]:
     """Write the experience as a checkpoint does; return the name of its arrays, and its values."""
     state = replay.state()
-    return write_checked(store.folder, {**state.arrays, **store.save(state.trajectories)}), state.values
+    return write_checked(folder, state.arrays), state.values
 
 
 def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]:
@@ -147,28 +147,25 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     del questions
 
     before, mapped, replay = resident("RssAnon"), resident("RssFile"), empty(sizes, tokens)
-    stored = stored_answers(sizes, rng, tokens)
-    replay.memory.restore(filled_arrays(sizes.questions, rng), stored)
-    del stored
+    fill(replay, sizes, rng)
     found["trajectory_bytes"] = (resident("RssAnon") - before) / sizes.trajectories
     found["mapped_bytes"] = (resident("RssFile") - mapped) / sizes.trajectories
     steps = [make_step(replay, sizes, rng, STEPS + number) for number in range(1, MEASURED_STEPS + 1)]
     found |= zip(("plan", "select", "store"), map(statistics.median, zip(*steps, strict=True)), strict=True)
 
-    store = ExperienceStore(folder)
-    found["first_save"], _ = timed(lambda: save(replay, store))
+    folder.mkdir()
+    found["first_save"], _ = timed(lambda: save(replay, folder))
     found["disk_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
     make_step(replay, sizes, rng, STEPS + MEASURED_STEPS + 1)
-    found["later_save"], (name, values) = timed(lambda: save(replay, store))
+    found["later_save"], (name, values) = timed(lambda: save(replay, folder))
+    table = replay.memory.table
+    table.remove(table.rows()[rng.permutation(len(table))[: len(table) // 2 + 1]])
+    found["tidy"], _ = timed(table.tidy)
 
-    replay, store = empty(sizes, tokens), ExperienceStore(folder, tokens)  # frees the earlier ones
+    replay = empty(sizes, tokens)  # frees the earlier one
+    del table
     before = resident("RssAnon")
-
-    def load() -> None:
-        arrays = read_checked(folder, name)
-        replay.restore(ReplayState(values, arrays, store.load(arrays)))
-
-    found["load"], _ = timed(load)
+    found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_experience(folder, name))))
     found["loaded_bytes"] = (resident("RssAnon") - before) / len(replay.memory.table)
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found

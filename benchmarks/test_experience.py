@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from exgrpo.train.checkpoint.store import ExperienceStore
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.checkpoint.store import write_checked
 from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
 from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay
-from exgrpo.train.replay.table import pack
+from exgrpo.train.replay.table import packed
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 PER_QUESTION = 4
@@ -22,13 +21,6 @@ SAMPLES, QUESTIONS_PER_STEP, RATIO = 8, 128, 0.5
 VOCABULARY = 1 << 17
 ROUNDS = 20
 STEPS = 1000  # of the run whose answers fill the memory
-
-
-def trajectory(
-    question: int, rng: np.random.Generator, reward: float = 1.0, tokens: int = TOKENS, step: int = 0
-) -> Trajectory:
-    response, log_prob = rng.integers(0, VOCABULARY, tokens, dtype=np.int32), rng.random(tokens, dtype=np.float32)
-    return Trajectory(question, response, log_prob, True, reward, step)
 
 
 def graded(
@@ -83,17 +75,14 @@ class Experience:
         self.rng = np.random.default_rng(0)
         self.step = STEPS
         questions = size // per_question
-        stored = [
-            trajectory(i // per_question, self.rng, float(i % 2), step=i * STEPS // size)
-            if options
-            else trajectory(i // per_question, self.rng)
-            for i in range(size)
-        ]
+        answers = np.arange(size)
+        rewards = (answers[:, None] % 2.0 if options else np.ones((size, 1))).tolist()
+        stored = graded(answers // per_question, rewards, self.rng, TOKENS, 0)
+        stored.fill(**filled_columns(size, self.rng), **({"step": answers * STEPS // size} if options else {}))
         config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
         self.replay = Replay(MethodOptions(config, SAMPLES), questions, seed=1)
         self.memory = self.replay.memory
-        columns = filled_columns(len(stored), self.rng)
-        self.memory.restore(filled_arrays(questions, self.rng), pack(stored, **columns))
+        self.memory.restore({**filled_arrays(questions, self.rng), **packed(stored)})
 
     def plan(self) -> object:
         self.step += 1
@@ -134,16 +123,12 @@ def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], 
 
     if what == "update":
         return lambda: benchmark.pedantic(take, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
-    store = ExperienceStore(folder)
-    store.save(experience.memory.table.stored())
-
-    def save() -> None:
-        store.save(experience.memory.table.stored())
-
-    return lambda: benchmark.pedantic(save, setup=lambda: take(experience.batch()), rounds=5)
+    return lambda: benchmark.pedantic(
+        lambda: write_checked(folder, experience.memory.arrays()), setup=lambda: take(experience.batch()), rounds=5
+    )
 
 
-@pytest.mark.parametrize("what", ["plan", "update", "count", "save a step's"])
+@pytest.mark.parametrize("what", ["plan", "update", "count", "save"])
 @pytest.mark.parametrize("size", SIZES)
 def test_experience(benchmark, groups, experiences, tmp_path, size, what):
     if benchmark.disabled:
@@ -231,8 +216,8 @@ def test_memory(benchmark, groups, tokens):
     memory = Replay(MethodOptions(ExperienceConfig(), SAMPLES), count, seed=0).memory
 
     def fill() -> None:
-        stored = [trajectory(question, rng, tokens=tokens) for question in range(count)]
-        memory.restore(filled_arrays(count, rng), pack(stored))
+        stored = graded(np.arange(count), np.ones((count, 1)).tolist(), rng, tokens, 0)
+        memory.restore({**filled_arrays(count, rng), **packed(stored)})
 
     benchmark.group = "experience: memory"
     tracemalloc.start()

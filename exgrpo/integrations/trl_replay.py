@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from exgrpo.integrations.trl_batch import places
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
+from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.common.distributed import World
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.data.questions import Question
 from exgrpo.train.data.rows import Message, as_text, canonical, first_places, marked_answer
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
+from exgrpo.train.replay.memory import OF_QUESTIONS
 from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
 STATE = "state.json"
@@ -209,9 +210,9 @@ def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts 
     state = replay.state()
     held = set(replay.memory.table.column("question").tolist())
     kept = {question: ids for question, ids in prompts.ids.items() if question in held} if prompts else {}
-    index = ExperienceStore(folder).save(state.trajectories)
+    folder.mkdir(parents=True, exist_ok=True)
     saved = {
-        "arrays": write_checked(folder, {**index, **state.arrays}),
+        "arrays": write_checked(folder, state.arrays),
         "open": state.values["replay_open"],
         "generation": generation,
         "rewards_seen": state.values["rewards_seen"],
@@ -233,14 +234,14 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
             "give it as the model and do not resume"
         )
     saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    arrays = read_checked(folder, saved["arrays"])
+    arrays = read_experience(folder, saved["arrays"])
     questions = len(replay.memory.count)
     if len(arrays["count"]) != questions:
         raise ValueError(
             f"{folder} is the experience of {len(arrays['count'])} questions and train_dataset has {questions}: "
             "resume with the data set of the run"
         )
-    if lacking := set(replay.memory.arrays()) - set(arrays):
+    if lacking := {*OF_QUESTIONS, "retired"} - set(arrays):
         raise ValueError(
             f"{folder} was written by an earlier version, without {', '.join(sorted(lacking))}: to start from the "
             "weights of that checkpoint, give it as the model and do not resume"
@@ -253,6 +254,5 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
     }
     if prompts is not None:
         prompts.ids = {int(question): ids for question, ids in saved.get("prompts", {}).items()}
-    trajectories = ExperienceStore(folder).load(arrays)
-    replay.restore(ReplayState(values, arrays, trajectories))
+    replay.restore(ReplayState(values, arrays))
     return int(saved["generation"])

@@ -297,7 +297,7 @@ class Trainer:
         # Answers that were generated ahead are generated again: by then the policy is a newer one.
         ahead = self._next and numbers_of(self._next.groups, self.replay.memory.table.rows())
         own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
-        return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays, replay.trajectories)
+        return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays)
 
     def restore(self, state: ReplayState) -> None:
         """Continue from a state of a trainer with the same configuration and questions."""

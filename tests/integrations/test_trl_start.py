@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from exgrpo.integrations.trl import ExGRPOTrainer
 from exgrpo.tools.experience.convert import ANSWERS, import_answers
 from exgrpo.train.common.errors import DataError
-from exgrpo.train.common.records import Trajectory
 from exgrpo.train.run.traces import read_traces
 from tests.integrations.trl_trainers import WrittenAnswers, exgrpo, grpo, questions, reward, tokenizer
+from tests.train.batches import Row, stored_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,13 +43,13 @@ def expert(path: Path) -> str:
     return write(path, *rows, {"question": "another one", "response": "1"})
 
 
-def stored(trainer: ExGRPOTrainer) -> list[Trajectory]:
-    return list(trainer.replay.memory.table.stored())
+def stored(trainer: ExGRPOTrainer) -> list[Row]:
+    return stored_rows(trainer.replay.memory.table.stored())
 
 
-def begun(trainer: ExGRPOTrainer) -> dict[int, Trajectory]:
+def begun(trainer: ExGRPOTrainer) -> dict[int, Row]:
     """What is stored when the first generation begins, by question."""
-    found: dict[int, Trajectory] = {}
+    found: dict[int, Row] = {}
     plan = trainer.replay.plan
 
     def watched(*args: Any) -> Any:

@@ -19,13 +19,13 @@ from exgrpo.integrations.trl_replay import load_replay
 from exgrpo.integrations.verl_method import configure
 from exgrpo.kernels import reference
 from exgrpo.train.common.distributed import ALONE
-from exgrpo.train.common.records import Trajectory
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from tests.integrations.verl_task import write_task
+from tests.train.batches import Row, stored_rows
 from tests.train.warm import ROOT
 
 ANSWERS, QUESTIONS, LONGEST = 4, 4, 8
@@ -224,11 +224,11 @@ def replay_of(options: Config, questions: int = 8) -> Replay:
     return Replay(options.method, questions, options.seed)
 
 
-def stored(folder: Path, step: int, options: Config) -> list[Trajectory]:
+def stored(folder: Path, step: int, options: Config) -> list[Row]:
     """Return the experience in a checkpoint."""
     replay = replay_of(options)
     load_replay(folder / "checkpoints" / f"global_step_{step}" / "experience", replay)
-    return list(replay.memory.table.stored())
+    return stored_rows(replay.memory.table.stored())
 
 
 def check_choice(of_step: dict[str, Any], model: LlamaForCausalLM) -> int:

@@ -29,6 +29,7 @@ class Row:
     stored_advantage: float = np.nan
     replays: int = 0
     allowed_tokens: Sequence[Sequence[int]] | None = None
+    question: int = 0
 
 
 def make_batch(groups: Sequence[tuple[int, Sequence[Row]]], **columns: Any) -> StepBatch:
@@ -69,6 +70,37 @@ def rows_of(batch: StepBatch) -> list[SimpleNamespace]:
     return [row(i) for i in range(len(batch))]
 
 
+def each(rows: Sequence[Row], **columns: Any) -> StepBatch:
+    """Answers of which each is a group of its own, to its `question`."""
+    return make_batch([(row.question, [row]) for row in rows], **columns)
+
+
+def stored_rows(answers: StepBatch) -> list[Row]:
+    """Stored answers as rows; `response` and `log_prob` are arrays, and a mask that is True everywhere is True."""
+
+    def row(one: SimpleNamespace) -> Row:
+        names = ("reward", "finished", "key", "step", "penalty", "old_log_probs_from", "replays")
+        return Row(
+            response=one.token,
+            log_prob=one.old_log_prob,
+            response_mask=True if one.response_mask.all() else one.response_mask,
+            allowed_tokens=lists(one.allowed_tokens) if len(one.allowed_tokens.ids) else None,
+            question=int(one.question),
+            **{name: getattr(one, name).item() for name in names},
+        )
+
+    return [row(one) for one in rows_of(answers)]
+
+
+def same(a: Row, b: Row, *, besides: Sequence[str] = ()) -> bool:
+    """True if all that `stored_rows` knows of two answers is equal."""
+    arrays = {"response", "log_prob", "response_mask"} - set(besides)
+    names = set(vars(a)) - {"response", "log_prob", "response_mask", "replays", "stored_advantage", *besides}
+    return all(getattr(a, name) == getattr(b, name) for name in names) and all(
+        np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays
+    )
+
+
 def sets(tokens: Sequence[int]) -> list[list[int]]:
     """Return sets of ids that tokens were drawn from: none, which means all, one or two."""
     return [list(range(token, token + token % 3)) for token in map(int, tokens)]
@@ -81,4 +113,4 @@ def lists(allowed_tokens: AllowedTokens | None) -> list[list[int]] | None:
 
 def trajectories(memory, question):
     """The stored answers to a question, oldest first."""
-    return tuple(one for one in memory.table.stored() if one.question == question)
+    return tuple(one for one in stored_rows(memory.table.stored()) if one.question == question)

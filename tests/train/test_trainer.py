@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from exgrpo.train.common.step_batch import ENGINE, TRAINER
 from tests.train.batches import lists, rows_of, sets, trajectories
 from tests.train.fakes import ScriptedGrader, engine_log_prob, fake_score, marked
 from tests.train.trainers import K, half, make, updated
@@ -69,7 +70,7 @@ def test_allowed_tokens_go_with_the_answer_to_every_score_but_that_of_the_select
     trainer.step(1)
     stored = [t for q in range(20) for t in trajectories(trainer.replay.memory, q)]
     assert stored
-    assert all(lists(t.allowed_tokens) == sets(t.response) for t in stored)
+    assert all(t.allowed_tokens == sets(t.response) for t in stored)
     trainer.policy.updates.clear()
     trainer.policy.scored.clear()
     trainer.step(2)
@@ -88,7 +89,7 @@ def test_with_the_engines_log_probs_fresh_rows_are_weighed_and_replayed_ones_ref
     stored = [t for q in range(20) for t in trajectories(trainer.replay.memory, q)]
     assert stored
     for trajectory in stored:
-        assert trajectory.old_log_probs_from == "engine"
+        assert trajectory.old_log_probs_from == ENGINE
         np.testing.assert_array_equal(trajectory.log_prob, engine_log_prob(trajectory.response))
     version = trainer.policy.version
     trainer.policy.updates.clear()
@@ -113,7 +114,7 @@ def test_by_default_the_trainers_log_probs_are_stored_whatever_the_engine_says()
     trainer = make(half(20), free_log_prob=True)
     metrics = trainer.step(1).metrics
     for trajectory in (t for q in range(20) for t in trajectories(trainer.replay.memory, q)):
-        assert trajectory.old_log_probs_from == "trainer"
+        assert trajectory.old_log_probs_from == TRAINER
         np.testing.assert_array_equal(trajectory.log_prob, fake_score(trajectory.response, 0).log_prob)
     assert not any(minibatch.batch.has("factor") for minibatch, _ in trainer.policy.updates)
     assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"] <= 0.3 + 1e-6

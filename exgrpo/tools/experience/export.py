@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from exgrpo.tools.experience.sources import RunExperience, open_run
-from exgrpo.train.common.columns import Column
+from exgrpo.train.common.columns import LOG_PROB_SOURCES, Column
 from exgrpo.train.common.errors import DataError, OutputError, os_errors_as
 from exgrpo.train.common.records import AllowedTokens
 from exgrpo.train.config.hub import installed
@@ -86,29 +86,27 @@ def rows(experience: RunExperience) -> Iterator[pa.RecordBatch]:
 
 
 def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
-    answers = experience.answers
-    rows = np.arange(len(answers))[places]
-    found = [answers[row] for row in rows.tolist()]
-    questions = [experience.asked(one.question) for one in found]
+    rows = np.arange(len(experience))[places]
+    answers = experience.answers.take_groups(rows)
+    questions = [experience.asked(question) for question in answers.question.tolist()]
+    sources = [LOG_PROB_SOURCES[source] for source in answers.old_log_probs_from]
     columns: dict[str, Any] = {
         "question": [question.text for question in questions],
         "prompt_ids": [question.prompt_ids for question in questions],
         "answer": [question.gold for question in questions],
         "source": [question.source for question in questions],
-        "response": [experience.text_of(one) for one in found],
+        "response": [experience.text_of(row) for row in rows.tolist()],
         # What has no log-probs of a policy was not written by this run's model.
-        "model": [None if one.old_log_probs_from == "unknown" else experience.config.policy.path for one in found],
+        "model": [None if source == "unknown" else experience.config.policy.path for source in sources],
     }
-    tokens, ends = answers.tokens(rows), np.cumsum(answers.columns["length"][rows]).tolist()
     for name, column in trace_columns().items():
+        values = getattr(answers, name)
         if name == "old_log_probs_from":
-            columns[column.trace] = [one.old_log_probs_from for one in found]
+            columns[column.trace] = sources
         elif column.axis == "token":
-            values = tokens.get(name, column.filled(sum(ends[-1:])))
-            parts = (values[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
-            columns[column.trace] = [_cell(column, part) for part in parts]
+            columns[column.trace] = [_cell(column, values[answers.at(row)]) for row in range(len(answers))]
         else:
-            columns[column.trace] = pa.array(answers.columns[name][rows], from_pandas=True)  # NaN: not known
+            columns[column.trace] = pa.array(values, from_pandas=True)  # NaN: not known
     return pa.RecordBatch.from_pydict(columns, schema=pa.schema(kinds()))
 
 
@@ -169,9 +167,9 @@ def _facts(experience: RunExperience) -> dict[str, object]:
         "answers per question": config.rollout.samples,
         "rollout temperature": config.rollout.temperature,
         "stored answers": len(experience),
-        "questions with stored answers": len(np.unique(experience.answers.columns["question"])),
+        "questions with stored answers": len(np.unique(experience.answers.question)),
         "questions of the run": len(arrays["count"]),
         "questions that have left, since all fresh answers were right": int(arrays["retired"].sum()),
-        "tokens of the answers": int(experience.answers.columns["length"].sum()),
+        "tokens of the answers": int(experience.answers.length.sum()),
         "versions": installed(*PACKAGES),
     }

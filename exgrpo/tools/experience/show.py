@@ -23,11 +23,11 @@ QUANTILES = {"min": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "max": 1.0}
 
 def counts(experience: RunExperience) -> dict[str, int]:
     """Return the counts, by name."""
-    columns, arrays = experience.answers.columns, experience.arrays
-    by = np.bincount(columns["old_log_probs_from"], minlength=len(LOG_PROB_SOURCES)).tolist()
+    answers, arrays = experience.answers, experience.arrays
+    by = np.bincount(answers.old_log_probs_from, minlength=len(LOG_PROB_SOURCES)).tolist()
     return {
         "stored trajectories": len(experience),
-        "questions with stored trajectories": len(np.unique(columns["question"])),
+        "questions with stored trajectories": len(np.unique(answers.question)),
         "questions in all": len(arrays["count"]),
         "questions that have left": int(arrays["retired"].sum()),
         **{f"log-probs by: {name}": count for name, count in zip(LOG_PROB_SOURCES, by, strict=True) if count},
@@ -36,17 +36,17 @@ def counts(experience: RunExperience) -> dict[str, int]:
 
 def distributions(experience: RunExperience) -> dict[str, Floats]:
     """Return the values of trajectories and of questions by name, without unknown ones."""
-    columns, arrays = experience.answers.columns, experience.arrays
-    question, key = columns["question"], columns["key"]
+    answers, arrays = experience.answers, experience.arrays
+    question, key = answers.question, answers.key
     accuracy = np.full(len(experience), np.nan)
-    np.divide(columns["successes"], columns["answers"], out=accuracy, where=columns["answers"] > 0)
+    np.divide(answers.successes, answers.answers, out=accuracy, where=answers.answers > 0)
     different = np.unique(np.stack([question, key])[:, key != 0], axis=1)
     every = {
-        "age": experience.step - columns["step"],
-        "replays": columns["replays"],
+        "age": experience.step - answers.step,
+        "replays": answers.replays,
         "group accuracy": accuracy,
-        "tokens": columns["length"],
-        "reward": columns["reward"],
+        "tokens": answers.length,
+        "reward": answers.reward,
         "success count": arrays["count"][arrays["count"] > 0],
         "answers": np.unique(question, return_counts=True)[1],
         "solutions": np.unique(different[0], return_counts=True)[1],
@@ -83,23 +83,23 @@ def _short(value: float) -> str:
 def show_question(experience: RunExperience, index: int, console: Console) -> None:
     """Print a question and its stored answers, oldest first; raise like `RunExperience.asked`."""
     question = experience.asked(index)
-    rows = np.flatnonzero(experience.answers.columns["question"] == index).tolist()
+    rows = np.flatnonzero(experience.answers.question == index).tolist()
     console.print(Text(f"question {index}: {len(rows)} stored answers", style="bold"))
     console.print(Text(f"{question.text}\nright answer: {question.gold}"), soft_wrap=True)
     for row in rows:
         console.print(Text(f"\n{_label(experience, row)}", style="bold"), soft_wrap=True)
-        console.print(Text(experience.text_of(experience.answers[row])), soft_wrap=True)
+        console.print(Text(experience.text_of(row)), soft_wrap=True)
 
 
 def _label(experience: RunExperience, row: int) -> str:
     """Return what is known of a stored answer, in one line."""
-    one = experience.answers[row]
+    answers, by = experience.answers, LOG_PROB_SOURCES[experience.answers.old_log_probs_from[row]]
     parts = [
-        f"reward {one.reward:g}",
-        f"step {one.step}",
-        f"replayed {experience.answers.columns['replays'][row]} times",
-        "" if one.old_log_probs_from == "unknown" else f"mean log-prob {one.policy_values(one.log_prob).mean():.3f}",
-        f"by {one.old_log_probs_from}",
-        "" if one.finished else "cut at the length limit",
+        f"reward {answers.reward[row]:g}",
+        f"step {answers.step[row]}",
+        f"replayed {answers.replays[row]} times",
+        "" if by == "unknown" else f"mean log-prob {answers.row_values(row, answers.old_log_prob).mean():.3f}",
+        f"by {by}",
+        "" if answers.finished[row] else "cut at the length limit",
     ]
     return ", ".join(filter(None, parts))

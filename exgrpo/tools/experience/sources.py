@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked
+from exgrpo.train.checkpoint.store import read_experience
 from exgrpo.train.common.durable import DamagedFileError
 from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
-from exgrpo.train.common.records import Trajectory
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import located
 from exgrpo.train.config.recipe import validate_stored
 from exgrpo.train.data.questions import Question, QuestionSet, joined_questions
 from exgrpo.train.data.rows import NO_COLUMNS
 from exgrpo.train.data.selection import reward_name, select
+from exgrpo.train.replay.table import unpacked
 from exgrpo.train.reward.contract import Columns
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.turns.environments import find_environment
@@ -36,7 +36,7 @@ class RunExperience:
         config: the run's configuration.
         step: last training step of the checkpoint.
         arrays: arrays of the replay.
-        answers: [N] in order of storage.
+        answers: [N] in order of storage, each a group of its own.
 
     Raises:
         DamagedFileError: a file of the experience is missing or damaged.
@@ -47,10 +47,8 @@ class RunExperience:
         self.run, self.step = run, checkpoint.step
         self.config: Config = validate_stored(checkpoint.manifest.config, f"the configuration in {checkpoint.folder}")
         self._fingerprint = checkpoint.manifest.fingerprint
-        self.arrays = read_checked(run / EXPERIENCE, checkpoint.manifest.arrays)
-        mapped = self.config.experience.folder
-        tokens = mapped if mapped and mapped.is_dir() else None
-        self.answers = ExperienceStore(run / EXPERIENCE, tokens).load(self.arrays)
+        self.arrays = read_experience(run / EXPERIENCE, checkpoint.manifest.arrays)
+        self.answers = unpacked(self.arrays)
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -89,12 +87,12 @@ class RunExperience:
             raise DataError(f"there is no question {index}: the run has the questions 0 to {len(self.questions) - 1}")
         return self.questions[index]
 
-    def text_of(self, trajectory: Trajectory) -> str:
-        """Return the text of a trajectory, without what ended it."""
+    def text_of(self, row: int) -> str:
+        """Return the text of an answer, without what ended it."""
         from exgrpo.train.rollout.stops import text_of
 
-        stop = self.asked(trajectory.question).stops(self.config.rollout.stop)
-        return text_of(trajectory.rollout, self.tokenizer.decode, stop)
+        stop = self.asked(int(self.answers.question[row])).stops(self.config.rollout.stop)
+        return text_of(self.answers.answer(row), self.tokenizer.decode, stop)
 
 
 def load_tokenizer(problem: str, *places: str) -> Any:

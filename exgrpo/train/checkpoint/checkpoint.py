@@ -3,7 +3,7 @@
     RUN/checkpoints/step_00000020/     one checkpoint; it exists under this name only when it is complete
         manifest.json                  what the checkpoint is, and a checksum of everything, itself included
         policy/                        weights and states of the optimiser, by rank
-    RUN/experience/                    blocks of the buffer and state arrays, each named by its checksum
+    RUN/experience/                    the buffer and other arrays of each checkpoint, named by their checksum
 
 A checkpoint is written and flushed to disk under another name; renaming the folder is the last step. Deletion renames
 the folder first, and the next load removes what a kill left under such names. A save checks only the sizes of existing
@@ -32,7 +32,7 @@ from exgrpo.train.checkpoint.listing import (
     inspect,
     write_manifest,
 )
-from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
+from exgrpo.train.checkpoint.store import SUFFIX, read_experience, write_checked
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.durable import DamagedFileError, flush, sha256
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
@@ -64,7 +64,6 @@ class Checkpoints:
         fingerprint: hash of the training questions; a run cannot continue on others.
         config: the configuration as plain values; every checkpoint has a copy.
         keep: number of checkpoints to keep; older ones are deleted once a newer one is complete.
-        tokens: folder for the tokens of loaded experience; None: they are in RAM.
 
     Raises:
         CheckpointError: the run's folder cannot be written.
@@ -76,11 +75,11 @@ class Checkpoints:
     fingerprint: str
     config: dict[str, Any]
     keep: int
-    tokens: Path | None = None
 
     def __post_init__(self) -> None:
-        with os_errors_as(CheckpointError, f"{self.run / EXPERIENCE} cannot be written"):
-            self.store = ExperienceStore(self.run / EXPERIENCE, self.tokens)
+        self.experience = self.run / EXPERIENCE
+        with os_errors_as(CheckpointError, f"{self.experience} cannot be written"):
+            self.experience.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, policy: Policy, trainer: Resumable, progress: dict[str, Any]) -> None:
         """Write the checkpoint of a step, with plain values of the caller, `progress`, that `load` returns.
@@ -112,15 +111,14 @@ class Checkpoints:
         self, step: int, files: dict[str, SavedFile], state: ReplayState, progress: dict[str, Any]
     ) -> Manifest:
         """Write the experience and return the manifest."""
-        index = self.store.save(state.trajectories)
-        arrays = write_checked(self.store.folder, {**state.arrays, **index})
+        arrays = write_checked(self.experience, state.arrays)
         return Manifest(
             step=step,
             fingerprint=self.fingerprint,
             config=self.config,
             files=files,
             arrays=arrays,
-            experience={name: self.store.size(name) for name in (arrays, *file_names(index))},
+            experience={arrays: (self.experience / f"{arrays}{SUFFIX}").stat().st_size},
             values=state.values,
             progress=progress,
         )
@@ -144,7 +142,10 @@ class Checkpoints:
         for folder in folders(self.run):
             if folder.name < kept[-1].folder.name:
                 self._delete(folder)
-        self.store.remove_unused({name for found in kept for name in found.manifest.experience})
+        needed = {f"{name}{SUFFIX}" for found in kept for name in found.manifest.experience}
+        for path in self.experience.iterdir():
+            if path.name not in needed:
+                path.unlink()
 
     def _delete(self, folder: Path) -> None:
         """Delete a checkpoint so that, whenever power fails, it is complete or has another name."""
@@ -196,16 +197,13 @@ class Checkpoints:
         if found.manifest.fingerprint != self.fingerprint:
             raise CheckpointError(f"{folder} belongs to other training questions than the configuration names")
         self._read(lambda: self._verify_share(found))
-        return found, self._read(lambda: self._state(found.manifest))
+        arrays = self._read(lambda: read_experience(self.experience, found.manifest.arrays))
+        return found, ReplayState(found.manifest.values, arrays)
 
     def _verify_share(self, found: Checkpoint) -> None:
         for _, (name, file) in self.world.split(list(found.manifest.files.items())):
             if sha256(found.folder / name) != file.sha256:
                 raise DamagedFileError(f"{found.folder / name} is damaged: it does not have the checksum it had")
-
-    def _state(self, manifest: Manifest) -> ReplayState:
-        arrays = read_checked(self.store.folder, manifest.arrays)
-        return ReplayState(manifest.values, arrays, self.store.load(arrays))
 
     def _set_damage_aside(self, found: Checkpoint, problems: dict[Path, str]) -> None:
         with os_errors_as(CheckpointError, f"{self.run} cannot be repaired"):

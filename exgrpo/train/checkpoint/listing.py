@@ -21,7 +21,7 @@ FOLDER, EXPERIENCE = "checkpoints", "experience"
 UNFINISHED, DELETED, DAMAGED = ".unfinished", ".deleted", ".damaged"
 """Suffixes of folders that are being written, being deleted, or were found to be damaged."""
 MANIFEST = "manifest.json"
-FORMAT, READ = 6, (5, 6)
+FORMAT, READ = 7, (5, 6, 7)
 """Version of the format that is written, and those that are read; 5 is that of 0.1.0."""
 
 
@@ -43,7 +43,7 @@ class Manifest(_Strict):
         fingerprint: hash of the training questions.
         config: configuration of the run, plain values.
         files: sizes and checksums by path in the checkpoint's folder.
-        arrays: name of the experience file with the trainer's arrays and the index of its trajectories.
+        arrays: name of the experience file with the trainer's arrays, stored answers among them.
         experience: size in bytes of each needed experience file, by name, which is its checksum.
         values: the trainer's plain values.
         progress: the caller's plain values.

@@ -1,4 +1,4 @@
-"""Answers as engines give them, what a policy says of their tokens, and what is stored of them. R response tokens."""
+"""Answers as engines give them, and what a policy says of their tokens. R response tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -145,50 +145,6 @@ class Score:
 
     log_prob: npt.NDArray[np.float32]
     entropy: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, eq=False)
-class Trajectory:
-    """A graded answer with the log-probabilities of the policy that wrote it.
-
-    Attributes:
-        question: index of its question.
-        response: [R] token ids (never text: re-encoding text would misalign `log_prob`).
-        log_prob: [R] fp32 of the policy that wrote it, at the rollout temperature (pi_past once it is replayed).
-        finished: whether it ends with EOS or a stop string, as of a `Rollout`.
-        reward: what the verifier gave.
-        step: training step in which it was written.
-        old_log_probs_from: source of `log_prob`: the trainer, before that step's update; the rollout engine, in
-            sampling; or unknown, as for text from elsewhere. `log_prob` is 0 then: the writer counts as certain.
-        key: of the solution that it gives: answers that differ only in form have the same one; 0: none.
-        penalty: what its length takes from its reward in advantages; whether it is a success, the reward alone decides.
-        response_mask: [R] as of a `Rollout`.
-        allowed_tokens: [R] the set that each token was sampled from, over which `log_prob` is; None: the whole
-            vocabulary.
-    """
-
-    question: int
-    response: TokenIds
-    log_prob: npt.NDArray[np.float32]
-    finished: bool
-    reward: float
-    step: int
-    old_log_probs_from: LogProbSource = "trainer"
-    key: int = 0
-    penalty: float = 0.0
-    response_mask: Mask | None = None
-    allowed_tokens: AllowedTokens | None = None
-
-    @property
-    def rollout(self) -> Rollout:
-        """The answer as an engine gives it, without scores."""
-        return Rollout(
-            self.response, self.finished, response_mask=self.response_mask, allowed_tokens=self.allowed_tokens
-        )
-
-    def policy_values(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the values of [R] that belong to tokens of the policy."""
-        return values if self.response_mask is None else values[self.response_mask]
 
 
 @dataclass(frozen=True)

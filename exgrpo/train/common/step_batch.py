@@ -25,7 +25,7 @@ from exgrpo.train.common.columns import (
     Objects,
     columns_of,
 )
-from exgrpo.train.common.records import AllowedTokens, Counts, Mask, Rollout, TokenIds, Trajectory
+from exgrpo.train.common.records import AllowedTokens, Counts, Mask, Rollout, TokenIds
 from exgrpo.train.common.success import EPSILON
 
 __all__ = ["ENGINE", "LOG_PROB_SOURCES", "SCORES", "TRAINER", "Doubles", "Floats", "Ints", "Objects", "StepBatch"]
@@ -95,20 +95,6 @@ class StepBatch(AnswerColumns):
         question = [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
         batch = cls.from_rollouts(question, [1] * len(prompts), rollouts)
         batch.fill(prompt=prompts)
-        return batch
-
-    @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory], **columns: Any) -> "StepBatch":
-        """Return [N] graded answers, each a group of its own, with further columns."""
-        batch = cls.from_rollouts(
-            [one.question for one in trajectories], [1] * len(trajectories), [one.rollout for one in trajectories]
-        )
-        batch.fill(
-            old_log_probs_from=[LOG_PROB_SOURCES.index(one.old_log_probs_from) for one in trajectories],
-            old_log_prob=np.concatenate([np.empty(0, np.float32), *(one.log_prob for one in trajectories)]),
-            **{name: [getattr(one, name) for one in trajectories] for name in ("reward", "step", "key", "penalty")},
-        )
-        batch.fill(**columns)
         return batch
 
     def fill(self, **columns: Any) -> None:

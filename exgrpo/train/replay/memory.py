@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.functions import Needs
-from exgrpo.train.common.records import Mask, Trajectory
+from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
@@ -20,7 +20,7 @@ from exgrpo.train.replay.groups import (
     in_group,
     success_counts,
 )
-from exgrpo.train.replay.table import Stored, Table, pack
+from exgrpo.train.replay.table import Table, packed, unpacked
 
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
@@ -158,7 +158,7 @@ class ExperienceMemory:
             for row in added.tolist():
                 # Of two equal answers the newer log-probs stay: their policy is nearer to the current one.
                 of_question = table.rows_of_question(table.value("question", row))
-                table.replace([at for at in of_question if at < row and self._same(at, row)], row)
+                table.replace(self._same([at for at in of_question if at < row], row), row)
         if most is not None:
             for question in np.unique(batch.question[group]).tolist():
                 table.remove(table.rows_of_question(question)[:-most])
@@ -187,36 +187,40 @@ class ExperienceMemory:
         self.retired[questions] = True
         self.count[questions] = 0
 
-    def fill(self, trajectories: Sequence[Trajectory], count: Mapping[int, float], **columns: npt.NDArray) -> None:
+    def fill(self, answers: StepBatch, count: Mapping[int, float]) -> None:
         """Begin with answers from elsewhere, whatever would store them.
 
         Args:
-            trajectories: [N] distinct answers, oldest first; their questions are not retired.
+            answers: [N] distinct ones, oldest first, each a group of its own; their questions are not retired.
             count: success count in [1, K-1] of each of their questions.
-            columns: further stored columns, [N] of rows or [T] of tokens.
         """
-        self.table.fill(pack(trajectories, self.options.experience.folder, **columns))
+        self.table.fill(answers)
         self.count[:] = 0
         for question, of_question in count.items():
             self.count[question] = of_question
 
     def arrays(self) -> dict[str, npt.NDArray]:
-        """Return the state besides the trajectories, for `restore`."""
+        """Return the state with all stored answers, for `restore`."""
         of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
-        return {**of_questions, "retired": self.retired.astype(np.uint8)}
+        return {**of_questions, "retired": self.retired.astype(np.uint8), **packed(self.table.stored())}
 
-    def restore(self, arrays: dict[str, npt.NDArray], trajectories: Stored) -> None:
-        """Take over the state of another memory of the same questions: its `arrays` and what its table has stored."""
+    def restore(self, arrays: Mapping[str, npt.NDArray]) -> None:
+        """Take over the state of another memory of the same questions: its `arrays`."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
         self.retired = arrays["retired"].astype(bool)
-        self.table.fill(trajectories)
+        self.table.fill(unpacked(arrays))
 
-    def _same(self, at: int, row: int) -> bool:
-        table = self.table
-        if self._distinct == "key" and table.value("key", row) and table.value("key", at) == table.value("key", row):
-            return True
-        # Nearly all pairs differ in length, which costs a tenth of comparing contents to find out; of short ones bytes
-        # are compared in a tenth of the time that arrays take.
-        same_length = table.value("length", at) == table.value("length", row)
-        return same_length and table.response(at).tobytes() == table.response(row).tobytes()
+    def _same(self, rows: Sequence[int], newer: int) -> list[int]:
+        """Return those of some rows to a question that are equal to a newer one."""
+        table, key = self.table, self.table.value("key", newer) if self._distinct == "key" else 0
+        at, response = np.array(rows, np.int64), table.response(newer).tobytes()
+        # Nearly all differ in length, which costs a tenth of comparing contents to find out; of short ones bytes are
+        # compared in a tenth of the time that arrays take.
+        same_length = table.values("length", at) == table.value("length", newer)
+        by_key = (table.values("key", at) == key) & (key != 0)
+        return [
+            row
+            for row, sure, perhaps in zip(rows, by_key.tolist(), same_length.tolist(), strict=True)
+            if sure or (perhaps and table.response(row).tobytes() == response)
+        ]

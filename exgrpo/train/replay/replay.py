@@ -20,7 +20,6 @@ from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.groups import BANDS, success_counts
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.planner import BatchPlanner, FreshQuestions, Mixture
-from exgrpo.train.replay.table import Stored
 
 ScoreAll = Callable[[StepBatch], MeanScores]
 """Scores the rows of a batch under the current policy at temperature 1."""
@@ -39,13 +38,11 @@ class ReplayState:
 
     Attributes:
         values: plain numbers, and the states of the generators.
-        arrays: of the memory and of the questions in their order.
-        trajectories: the experience buffer, in the order in which it was filled.
+        arrays: of the memory, with all stored answers, and of the questions in their order.
     """
 
     values: dict[str, Any]
     arrays: dict[str, np.ndarray]
-    trajectories: Stored
 
 
 class Replay:
@@ -264,7 +261,6 @@ class Replay:
                 "generators": {name: rng.bit_generator.state for name, rng in self._generators().items()},
             },
             arrays={**self.memory.arrays(), "pool_order": self.pool.order},
-            trajectories=self.memory.table.stored(),
         )
 
     def restore(self, state: ReplayState) -> None:
@@ -276,7 +272,7 @@ class Replay:
         self.watch.restore(values["rewards_seen"])
         for name, rng in self._generators().items():
             rng.bit_generator.state = values["generators"][name]
-        self.memory.restore(arrays, state.trajectories)
+        self.memory.restore(arrays)
 
 
 def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:

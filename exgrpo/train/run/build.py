@@ -129,7 +129,6 @@ def build(config: Config, inputs: Inputs, world: World, resources: ExitStack, re
         fingerprint=inputs.train_set.fingerprint,
         config=config.model_dump(mode="json"),
         keep=config.checkpoint.keep,
-        tokens=config.experience.folder,
     )
     return Parts(trainer, checkpoints, choice, memory, utilisation)
 

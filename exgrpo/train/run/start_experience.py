@@ -1,29 +1,29 @@
-"""Experience from elsewhere for a new run: traces become trajectories of its questions, tokens and policy."""
+"""Experience from elsewhere for a new run: traces become answers to its questions, in its tokens and of its policy."""
 
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from exgrpo.train.common.columns import COLUMNS, Column
+from exgrpo.train.common.columns import COLUMNS, LOG_PROB_SOURCES, TRAINER, Floats
 from exgrpo.train.common.distributed import World, agree
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.common.functions import Needs
-from exgrpo.train.common.records import Rollout, TokenIds, Trajectory
-from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
+from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
 from exgrpo.train.replay.groups import group_advantages
 from exgrpo.train.rollout.stops import text_of
-from exgrpo.train.run.traces import Questions, Trace, further_columns, read_traces
+from exgrpo.train.run.traces import Questions, Trace, read_traces
 
 if TYPE_CHECKING:
     from exgrpo.train.trainer import Trainer  # which needs DeepSpeed, and other trainers do without it
@@ -142,7 +142,7 @@ class Started:
     """Counts of the traces that a run starts with.
 
     Attributes:
-        stored: trajectories.
+        stored: answers.
         questions: how many questions they belong to.
         changed: number of completed traces, by what was done.
         left_out: number of traces left out, by the reason.
@@ -164,16 +164,14 @@ def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
 
 
-@dataclass(eq=False, slots=True)
-class _Row:
-    # Until they are known, the reward of `one` is NaN and `old_log_probs_from` "unknown".
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """What a trace is to this run; values are those of columns, where they are known."""
+
     question: Question
-    one: Trajectory
-    text: str | None
-    advantage: float | None
-    successes: int
-    answers: int
-    more: dict[str, Any]
+    rollout: Rollout
+    text: str | None  # what is to be graded
+    columns: Mapping[str, Any]
 
 
 def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
@@ -193,26 +191,22 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     if options.experience.start is None:
         return None
     started = Started(str(options.experience.start))
-    rows = agree(run.world, lambda: _read(run, encoding, started))
-    _check_alike(run.world, rows, started)
-    _grade(run, rows, started)
-    rows = _distinct(rows, Needs.of(rules.find("admit", options.experience.admit)).distinct, started)
-    _score(run, rows, started)
-    counts = _success_counts(rows, options)
-    columns = {
-        "advantage": _advantages(rows, counts, options),
-        "successes": np.array([row.successes for row in rows]),
-        "answers": np.array([row.answers for row in rows]),
-    }
-    columns |= {name: _joined(name, column, rows) for name, column in further_columns().items()}
-    run.replay.memory.fill([row.one for row in rows], counts, **columns)
-    started.stored, started.questions = len(rows), len(counts)
+    read = agree(run.world, lambda: _read(run, encoding, started))
+    answers = _batch(read)
+    _check_alike(run.world, answers, started)
+    _grade(run, answers, read, started)
+    answers = _distinct(answers, Needs.of(rules.find("admit", options.experience.admit)).distinct, started)
+    _score(run, answers, started)
+    counts = _success_counts(answers, options)
+    _fill_advantages(answers, counts, options)
+    run.replay.memory.fill(answers, counts)
+    started.stored, started.questions = len(answers), len(counts)
     return started
 
 
-def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
+def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Read]:
     questions = Questions(run.questions, encoding.read)
-    rows: list[_Row] = []
+    rows: list[_Read] = []
     traces = read_traces(Path(started.source))
     while chunk := list(islice(traces, CHUNK)):
         found = [(trace, question) for trace in chunk if (question := questions.find(trace))]
@@ -237,103 +231,106 @@ def _read(run: Beginning, encoding: Encoding, started: Started) -> list[_Row]:
     return rows
 
 
-def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Row:
+def _row(run: Beginning, question: Question, trace: Trace, tokens: TokenIds, finished: bool, *, own: bool) -> _Read:
     rule = run.replay.options.experience.start_log_prob
     allowed_tokens = trace.allowed_tokens if own and run.cuts else None
     may = rule == "keep" or (rule == "recompute" and trace.model == run.model)
     may = may and own and allowed_tokens is trace.allowed_tokens and trace.old_log_probs_from != "unknown"
     known = trace.log_prob if may else None
-    one = Trajectory(
-        question=question.index,
-        response=tokens,
-        log_prob=np.zeros(len(tokens), np.float32) if known is None else known,
-        finished=finished,
-        reward=math.nan if trace.reward is None else trace.reward,
-        step=0,
-        old_log_probs_from="unknown" if known is None else trace.old_log_probs_from or "engine",
-        key=trace.key,
-        response_mask=trace.response_mask,
-        allowed_tokens=allowed_tokens,
+    source = "unknown" if known is None else trace.old_log_probs_from or "engine"
+    columns: dict[str, Any] = {
+        "old_log_prob": np.zeros(len(tokens), np.float32) if known is None else known,
+        "old_log_probs_from": LOG_PROB_SOURCES.index(source),
+        "reward": math.nan if trace.reward is None else trace.reward,
+        "advantage": math.nan if trace.advantage is None else trace.advantage,
+        "key": trace.key,
+        "successes": trace.group_successes,
+        "answers": trace.group_answers,
+        **{name: value for name, value in trace.more.items() if own or COLUMNS[name].axis == "row"},
+    }
+    rollout = Rollout(tokens, finished, response_mask=trace.response_mask, allowed_tokens=allowed_tokens)
+    return _Read(question, rollout, trace.response if trace.reward is None else None, columns)
+
+
+def _batch(read: Sequence[_Read]) -> StepBatch:
+    """Return answers, each a group of its own, with all of their columns."""
+    batch = StepBatch.from_rollouts(
+        [one.question.index for one in read], [1] * len(read), [one.rollout for one in read]
     )
-    text = trace.response if trace.reward is None else None
-    more = {name: value for name, value in trace.more.items() if own or COLUMNS[name].axis == "row"}
-    return _Row(question, one, text, trace.advantage, trace.group_successes, trace.group_answers, more)
+    batch.fill(prompt=[one.question.prompt_ids for one in read])
+    for name in dict.fromkeys(name for one in read for name in one.columns):
+        column = COLUMNS[name]
+        if column.axis == "row":
+            batch.fill(**{name: [one.columns.get(name, column.filled(1)[0]) for one in read]})
+        else:
+            values = [one.columns.get(name, column.filled(len(one.rollout.response))) for one in read]
+            batch.fill(**{name: column.joined(values)})
+    return batch
 
 
-def _joined(name: str, column: Column, rows: Sequence[_Row]) -> Any:
-    if column.axis == "row":
-        return np.array([row.more.get(name, column.filled(1)[0]) for row in rows], column.dtype)
-    return column.joined([row.more.get(name, column.filled(len(row.one.response))) for row in rows])
-
-
-def _check_alike(world: World, rows: Sequence[_Row], started: Started) -> None:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(row.question.index.to_bytes(8, "little") + row.one.response.tobytes())
+def _check_alike(world: World, answers: StepBatch, started: Started) -> None:
+    digest = hashlib.sha256(b"".join(one.tobytes() for one in (answers.question, answers.length, answers.token)))
     if len(set(world.gather(digest.hexdigest()))) > 1:
         raise DataError(f"experience.start: the processes have read different rows from {started.source}")
 
 
-def _grade(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
-    missing = [(row, row.text) for row in rows if row.text is not None]
+def _grade(run: Beginning, answers: StepBatch, read: Sequence[_Read], started: Started) -> None:
+    missing = [row for row, one in enumerate(read) if one.text is not None]
     started.changed["graded"] = len(missing)
     for first in range(0, len(missing), CHUNK):
         chunk = missing[first : first + CHUNK]
-        found = run.grade([Answer(row.question, text, row.one.response) for row, text in chunk])
-        for (row, _), (reward, key) in zip(chunk, found, strict=True):
-            row.one = replace(row.one, reward=reward, key=key)
+        texts = [(read[row].question, read[row].text or "", read[row].rollout.response) for row in chunk]
+        for row, graded in zip(chunk, run.grade([Answer(*one) for one in texts]), strict=True):
+            answers.reward[row], answers.key[row] = graded
 
 
-def _distinct(rows: list[_Row], distinct: str | None, started: Started) -> list[_Row]:
+def _distinct(answers: StepBatch, distinct: str | None, started: Started) -> StepBatch:
     """Keep the last of equal answers to a question, if the method stores distinct ones."""
     if distinct is None:
-        return rows
-    kept: dict[tuple[int, int | bytes], _Row] = {}
-    for row in rows:
-        same = (row.question.index, row.one.key if distinct == "key" and row.one.key else row.one.response.tobytes())
+        return answers
+    kept: dict[tuple[int, int | bytes], int] = {}
+    for row, (question, key) in enumerate(zip(answers.question.tolist(), answers.key.tolist(), strict=True)):
+        same = (question, key if distinct == "key" and key else answers.token[answers.at(row)].tobytes())
         kept.pop(same, None)
         kept[same] = row
-    started.left_out["repeated"] += len(rows) - len(kept)
-    return list(kept.values())
+    started.left_out["repeated"] += len(answers) - len(kept)
+    return answers.take_groups([*kept.values()])
 
 
-def _score(run: Beginning, rows: Sequence[_Row], started: Started) -> None:
+def _score(run: Beginning, answers: StepBatch, started: Started) -> None:
     if run.replay.options.experience.start_log_prob == "unknown":
-        started.changed["without log-probs: their writer counts as certain"] = len(rows)
+        started.changed["without log-probs: their writer counts as certain"] = len(answers)
         return
-    unknown = [row for row in rows if row.one.old_log_probs_from == "unknown"]
+    unknown = np.flatnonzero(answers.old_log_probs_from == LOG_PROB_SOURCES.index("unknown"))
     started.changed["with log-probs of this run's policy"] = len(unknown)
     for first in range(0, len(unknown), CHUNK):
         chunk = unknown[first : first + CHUNK]
-        prompts = [row.question.prompt_ids for row in chunk]
-        batch = StepBatch.from_answers(prompts, [row.one.rollout for row in chunk])
-        batch.fill(question=[row.question.index for row in chunk])
-        log_prob = run.score(batch)
-        for place, row in enumerate(chunk):
-            row.one = replace(row.one, log_prob=log_prob[batch.at(place)], old_log_probs_from="trainer")
+        answers.put(chunk, old_log_prob=run.score(answers.take_groups(chunk)))
+        answers.old_log_probs_from[chunk] = TRAINER
 
 
-def _success_counts(rows: Sequence[_Row], options: MethodOptions) -> dict[int, float]:
+def _success_counts(answers: StepBatch, options: MethodOptions) -> dict[int, float]:
     """Success count K m / F of each question in [1, K-1], of its latest known group, else of its rows."""
-    of_groups = {row.question.index: row.successes / row.answers for row in rows if row.answers}
-    successes: dict[int, list[bool]] = {}
-    for row in rows:
-        successes.setdefault(row.question.index, []).append(bool(is_success(row.one.reward, options.success)))
+    of_groups: dict[int, float] = {}
+    right: dict[int, list[bool]] = {}
+    of_rows = (answers.question, answers.successes, answers.answers, is_success(answers.reward, options.success))
+    for question, successes, size, success in zip(*(values.tolist() for values in of_rows), strict=True):
+        right.setdefault(question, []).append(success)
+        if size:
+            of_groups[question] = successes / size
     return {
-        question: float(np.clip(options.samples * of_groups.get(question, np.mean(right)), 1, options.samples - 1))
-        for question, right in successes.items()
+        question: float(np.clip(options.samples * of_groups.get(question, np.mean(one)), 1, options.samples - 1))
+        for question, one in right.items()
     }
 
 
-def _advantages(rows: Sequence[_Row], counts: Mapping[int, float], options: MethodOptions) -> Doubles:
-    """[N] advantages of the traces; an unknown one is that in K answers with the question's success count."""
+def _fill_advantages(answers: StepBatch, counts: Mapping[int, float], options: MethodOptions) -> None:
+    """Fill unknown advantages with those in K answers with the question's success count."""
     place = {question: number for number, question in enumerate(counts)}
-    group = [place[row.question.index] for row in rows]
+    group = [place[question] for question in answers.question.tolist()]
     right, groups = np.array(list(counts.values())), np.arange(len(counts))
     successes = np.full(len(counts), options.success)
-    reward = np.concatenate([[row.one.reward for row in rows], successes, np.where(successes == 0, -1.0, 0.0)])
-    weight = np.concatenate([np.zeros(len(rows)), right, options.samples - right])
-    of = np.concatenate([group, groups, groups])
-    unknown = group_advantages(reward, of, weight, options.objective).tolist()
-    known = [row.advantage for row in rows]
-    return np.array([other if one is None else one for one, other in zip(known, unknown, strict=False)])
+    reward = np.concatenate([answers.reward, successes, np.where(successes == 0, -1.0, 0.0)])
+    weight = np.concatenate([np.zeros(len(answers)), right, options.samples - right])
+    of_k = group_advantages(reward, np.concatenate([group, groups, groups]), weight, options.objective)
+    answers.fill(advantage=np.where(np.isnan(answers.advantage), of_k[: len(answers)], answers.advantage))

@@ -33,7 +33,7 @@ from exgrpo.train.data.selection import (
 )
 from exgrpo.train.metrics.run_log import check_trackers
 from exgrpo.train.replay import rules
-from exgrpo.train.replay.blocks import check_folder
+from exgrpo.train.replay.flat import check_folder
 from exgrpo.train.replay.rehearsal import rehearse
 from exgrpo.train.reward.contract import TURNS, Columns
 from exgrpo.train.reward.pool import Grader

@@ -140,7 +140,7 @@ class Trace(BaseModel):
             raise ValueError("allowed_tokens lacks a token of response_ids")
         if self.group_successes > self.group_answers:
             raise ValueError(f"{self.group_successes} group_successes of {self.group_answers} group_answers")
-        # As of a `Trajectory`.
+        # As of a `Rollout`.
         self.response_mask = None if self.response_mask is None or self.response_mask.all() else self.response_mask
         self.allowed_tokens = self.allowed_tokens if self.allowed_tokens and len(self.allowed_tokens.ids) else None
         return self

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
-from exgrpo.train.checkpoint.store import ExperienceStore, file_names, write_checked
-from exgrpo.train.common.records import AllowedTokens, Trajectory
+from exgrpo.train.checkpoint.store import SUFFIX, write_checked
+from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config
 from exgrpo.train.data.files import read_rows
@@ -21,7 +21,7 @@ from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.policy.tokenizer import Pretrained, load_pretrained
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.run.traces import read_traces
-from tests.train.batches import lists, sets
+from tests.train.batches import Row, each, sets
 from tests.train.configs import configured
 
 QUESTIONS = 6
@@ -53,28 +53,28 @@ def ids(text: str, *, eos: bool = True) -> np.ndarray:
     return np.array([*found, tokenizer.eos_token_id] if eos else found, np.int32)
 
 
-def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Trajectory:
+def trajectory(question: int, text: str, *, seed: int = 0, **changes: Any) -> Row:
     """An answer with this text and log-probs that no model gives."""
     response = ids(text, eos=changes.get("finished", True))
     log_prob = -np.random.default_rng([question, seed]).random(len(response), np.float32)
     values = {"finished": True, "reward": 1.0, "step": 3, **changes}
-    values["allowed_tokens"] = AllowedTokens.from_lists(sets(response)) if values.pop("cut", False) else None
-    return Trajectory(question=question, response=response, log_prob=log_prob, **values)
+    values["allowed_tokens"] = sets(response) if values.pop("cut", False) else None
+    return Row(question=question, response=response, log_prob=log_prob, **values)
 
 
-def some(count: int = 3) -> list[Trajectory]:
+def some(count: int = 3) -> list[Row]:
     """Answers of all kinds to the first questions."""
     made = []
     for question in range(count):
         gold = questions()[question].gold
         made += [
             trajectory(question, f"<think>{question}</think>\\boxed{{{gold}}}", key=7 + question),
-            trajectory(question, f"\\boxed{{{gold}}}", seed=1, old_log_probs_from="engine", step=1, cut=question == 1),
+            trajectory(question, f"\\boxed{{{gold}}}", seed=1, old_log_probs_from=ENGINE, step=1, cut=question == 1),
         ]
     return [*made, trajectory(0, "\\boxed{no", finished=False, reward=0.0, seed=2)]
 
 
-def with_reply() -> Trajectory:
+def with_reply() -> Row:
     """An answer of which an environment has written some tokens."""
     told = trajectory(1, "7 + 8 = 15\\boxed{15}", seed=3)
     written = ~np.isin(np.arange(len(told.response)), (4, 5))
@@ -83,7 +83,7 @@ def with_reply() -> Trajectory:
 
 def make_run(
     folder: Path,
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Row],
     *,
     step: int = 5,
     asked: QuestionSet | None = None,
@@ -101,12 +101,12 @@ def make_run(
         "replays": place,
         **(further or {}),
     }
-    memory.fill(trajectories, {one.question: 2.0 for one in trajectories}, **columns)
+    answers = each(trajectories)
+    answers.fill(**columns)
+    memory.fill(answers, {one.question: 2.0 for one in trajectories})
     memory.retired[QUESTIONS - 1] = True
-    store = ExperienceStore(folder / EXPERIENCE)
-    stored = memory.table.stored()
-    index = store.save(stored)
-    arrays = write_checked(store.folder, {**memory.arrays(), **index})
+    (folder / EXPERIENCE).mkdir(parents=True, exist_ok=True)
+    arrays = write_checked(folder / EXPERIENCE, memory.arrays())
     checkpoint = folder / FOLDER / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)
     manifest = Manifest(
@@ -115,25 +115,12 @@ def make_run(
         config=of_run.model_dump(mode="json"),
         files={},
         arrays=arrays,
-        experience={name: store.size(name) for name in (arrays, *file_names(index))},
+        experience={arrays: (folder / EXPERIENCE / f"{arrays}{SUFFIX}").stat().st_size},
         values={},
         progress={},
     )
     write_manifest(checkpoint, manifest)
     return folder
-
-
-def same(a: Trajectory, b: Trajectory, *, besides: Sequence[str] = ()) -> bool:
-    names = {"question", "finished", "reward", "step", "old_log_probs_from", "key"} - set(besides)
-    plain = all(getattr(a, name) == getattr(b, name) for name in names)
-    log_prob = "log_prob" in besides or np.array_equal(a.log_prob, b.log_prob)
-    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
-    return (
-        plain
-        and log_prob
-        and np.array_equal(a.response, b.response)
-        and np.array_equal(a.response_mask, b.response_mask)
-    )
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:

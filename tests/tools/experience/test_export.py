@@ -11,11 +11,12 @@ from exgrpo.tools.experience.export import export, kinds
 from exgrpo.tools.experience.sources import open_run
 from exgrpo.train.checkpoint.listing import EXPERIENCE
 from exgrpo.train.common.errors import CheckpointError, DataError, OutputError
+from exgrpo.train.common.step_batch import LOG_PROB_SOURCES
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import question_set
 from exgrpo.train.data.rows import Row
-from tests.tools.experience.runs import config, make_run, pretrained, questions, rows_of, same, some
-from tests.train.batches import lists
+from tests.tools.experience.runs import config, make_run, pretrained, questions, rows_of, some
+from tests.train.batches import same, stored_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,10 @@ def test_the_hubs_library_loads_every_column(exported, tmp_path, monkeypatch):
         assert tuple(row["prompt_ids"]) == question.prompt
         assert row["response_ids"] == one.response.tolist()
         assert np.array_equal(np.array(row["log_prob"], np.float32), one.log_prob)
-        assert row["response_mask"] == (None if one.response_mask is None else one.response_mask.tolist())
-        assert row["allowed_tokens"] == lists(one.allowed_tokens)
+        assert row["response_mask"] == (None if one.response_mask is True else one.response_mask.tolist())
+        assert row["allowed_tokens"] == one.allowed_tokens
         assert (row["old_log_probs_from"], row["finished"], row["reward"]) == (
-            one.old_log_probs_from,
+            LOG_PROB_SOURCES[one.old_log_probs_from],
             one.finished,
             one.reward,
         )
@@ -93,7 +94,7 @@ def test_the_newest_sound_checkpoint_counts_and_damage_is_named(tmp_path, caplog
     experience = open_run(run)
     assert experience.step == 5
     assert of_newer.name in caplog.text
-    assert all(same(experience.answers[i], one) for i, one in enumerate(some()))
+    assert all(map(same, stored_rows(experience.answers), some()))
     for path in (run / EXPERIENCE).iterdir():
         path.unlink()
     with pytest.raises(CheckpointError, match=r"no sound checkpoint.*is missing"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, answers_of, cell, import_answers
 from exgrpo.tools.experience.program import main
 from exgrpo.train.common.errors import ConfigError, DataError
+from exgrpo.train.common.step_batch import ENGINE, TRAINER
 from tests.tools.experience.runs import ids, pretrained, questions, rows_of, write_parquet
 from tests.tools.experience.test_start import arithmetic, stored
 
@@ -117,7 +118,7 @@ def test_a_run_begins_with_what_the_files_of_a_project_say(tmp_path, name):
     trainer = arithmetic(tmp_path, tmp_path / "set")
     assert said(trainer) == expected
     # None of them has log-probs: they are those of the policy at the start.
-    assert {one.old_log_probs_from for one in stored(trainer)} == {"trainer"}
+    assert {one.old_log_probs_from for one in stored(trainer)} == {TRAINER}
     assert sum(len(batch) for batch, _ in trainer.policy.scored) == len(expected)
 
 
@@ -136,7 +137,7 @@ def test_token_ids_and_log_probs_come_as_they_are_and_their_text_by_a_tokenizer(
     (one,) = stored(trainer)
     np.testing.assert_array_equal(one.response, response)
     np.testing.assert_array_equal(one.log_prob, np.full(len(response), -0.25, np.float32))
-    assert (one.old_log_probs_from, one.reward) == ("engine", 1.0)
+    assert (one.old_log_probs_from, one.reward) == (ENGINE, 1.0)
     assert not trainer.policy.scored
 
 

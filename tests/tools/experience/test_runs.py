@@ -5,7 +5,8 @@ import pytest
 
 from exgrpo.tools.experience.program import main
 from exgrpo.tools.experience.sources import open_run
-from tests.tools.experience.runs import QUESTIONS, K, make_run, same, some
+from tests.tools.experience.runs import QUESTIONS, K, make_run, some
+from tests.train.batches import same, stored_rows
 from tests.train.launch import MAIN, completed
 
 ARGUMENTS = (
@@ -23,7 +24,7 @@ def test_a_run_begins_with_the_experience_of_another(tmp_path):
     done = completed(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
     assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
     found = open_run(tmp_path / "next")
-    stored = found.answers[:]
+    stored = stored_rows(found.answers)
     assert all(any(same(one, other, besides=["step"]) for other in stored if other.step == 0) for one in some())
     assert np.any(found.arrays["replays"] > 0)
 

@@ -12,14 +12,16 @@ from transformers import AutoModelForCausalLM
 from exgrpo.tools.experience.export import export
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.records import AllowedTokens
+from exgrpo.train.common.step_batch import LOG_PROB_SOURCES, TRAINER
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from exgrpo.train.run.traces import read_traces
 from exgrpo.train.trainer import Trainer
 from tests.tools.experience import runs
-from tests.tools.experience.runs import K, config, make_run, pretrained, same, some, with_reply
+from tests.tools.experience.runs import K, config, make_run, pretrained, some, with_reply
+from tests.train.batches import Row, same, stored_rows
 from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
 from tests.train.run.test_weight_check import among
 from tests.train.trainers import half
@@ -72,8 +74,13 @@ def trace(question: int, response: str, **more):
     return {"question": f"question {question}", "answer": "gold", "response": response, **more}
 
 
-def stored(trainer) -> list[Trajectory]:
-    return trainer.replay.memory.table.stored()
+def written_by(trainer) -> list[str]:
+    """Who computed the log-probs of each stored answer."""
+    return [LOG_PROB_SOURCES[one.old_log_probs_from] for one in stored(trainer)]
+
+
+def stored(trainer) -> list[Row]:
+    return stored_rows(trainer.replay.memory.table.stored())
 
 
 def arithmetic(tmp_path, source, **values) -> Trainer:
@@ -101,7 +108,7 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
     write(tmp_path / "other.jsonl", *others)
     trainer = arithmetic(tmp_path, tmp_path / "other.jsonl")
     assert len(stored(trainer)) == 7
-    assert all(one.response_mask is None for one in stored(trainer))
+    assert all(one.response_mask is True for one in stored(trainer))
 
 
 def test_what_the_prompt_ends_with_does_not_come_twice(tmp_path):
@@ -146,14 +153,14 @@ def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept
     given = np.array([-1, -2, -3, -4], np.float32)
 
     trainer, started = begin(path, **temperature)
-    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "trainer", "trainer", "trainer"]
+    assert written_by(trainer) == ["engine", "trainer", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, *own[1:]])
     assert "3 with log-probs of this run's policy" in str(started)
     trainer, _ = begin(path, **temperature, **{"experience.start_log_prob": "keep"})
-    assert [one.old_log_probs_from for one in stored(trainer)] == ["engine", "engine", "trainer", "trainer"]
+    assert written_by(trainer) == ["engine", "engine", "trainer", "trainer"]
     np.testing.assert_array_equal([one.log_prob for one in stored(trainer)], [given, given, given, own[3]])
     trainer, started = begin(path, **temperature, **{"experience.start_log_prob": "unknown"})
-    assert {one.old_log_probs_from for one in stored(trainer)} == {"unknown"}
+    assert set(written_by(trainer)) == {"unknown"}
     assert not np.any([one.log_prob for one in stored(trainer)])
     assert str(started).endswith("; 4 without log-probs: their writer counts as certain")
 
@@ -176,10 +183,10 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
         tokens = torch.tensor([[*prompt, *one.response.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / 0.7
-        logits = logits if one.allowed_tokens is None else among(logits, one.allowed_tokens)
+        logits = logits if one.allowed_tokens is None else among(logits, AllowedTokens.from_lists(one.allowed_tokens))
         expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(one.log_prob, expected, atol=2e-4)
-        assert one.old_log_probs_from == "trainer"
+        assert one.old_log_probs_from == TRAINER
 
 
 def test_texts_are_encoded_and_end_with_one_eos(tmp_path):

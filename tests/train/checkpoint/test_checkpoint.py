@@ -83,7 +83,7 @@ def test_everything_is_on_disk_before_a_model_has_its_name(tmp_path, renamed):
     assert len(list((tmp_path / "model").iterdir())) == 3
 
 
-@pytest.mark.parametrize("where", ["shards", "segments", "space"])
+@pytest.mark.parametrize("where", ["shards", "experience", "space"])
 def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, monkeypatch, where):
     trainer = saved_run(tmp_path, steps=(2, 4))
 
@@ -92,7 +92,7 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, 
 
     if where == "shards":
         monkeypatch.setattr(SavingPolicy, "save_checkpoint", fail)
-    elif where == "segments":
+    elif where == "experience":
         monkeypatch.setattr(checkpoint, "write_checked", fail)
     else:
         monkeypatch.setattr(SavingPolicy, "checkpoint_bytes", 1 << 60)

@@ -114,7 +114,7 @@ def test_what_cannot_be_read_for_a_while_is_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["is damaged: it has 0 bytes", "is missing"])
-def test_a_segment_lost_while_the_run_has_it_in_memory_is_written_again(tmp_path, damage):
+def test_experience_lost_while_the_run_has_it_in_memory_is_written_again(tmp_path, damage):
     expected = story(make_trainer(), 1, 9)
     trainer, writer = make_trainer(), checkpoints(tmp_path)
     story(trainer, 1, 5)

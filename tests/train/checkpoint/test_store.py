@@ -1,4 +1,4 @@
-"""The buffer in memory, in files of tokens and on disk: exact, written once, checked."""
+"""The buffer in memory, in files of tokens and on disk: exact, and checked."""
 
 import tracemalloc
 
@@ -7,198 +7,253 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.checkpoint.store import ExperienceStore, file_names, read_checked, write_checked
+from exgrpo.train.checkpoint.store import SUFFIX, read_checked, read_experience, write_checked
 from exgrpo.train.common.columns import columns_of
+from exgrpo.train.common.durable import DamagedFileError
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.records import AllowedTokens, Trajectory
-from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay import blocks
+from exgrpo.train.common.records import AllowedTokens
+from exgrpo.train.replay import flat
 from exgrpo.train.replay import table as table_module
-from exgrpo.train.replay.table import Table, pack
-from tests.train.batches import lists
+from exgrpo.train.replay.table import Table, packed, unpacked
+from tests.train.batches import Row, each, same, stored_rows
 
 
-def trajectory(question: int, seed: int) -> Trajectory:
+def answer(question: int, seed: int) -> Row:
     rng = np.random.default_rng(seed)
     length = int(rng.integers(1, 9))
-    return Trajectory(
+    return Row(
         question=question,
         response=rng.integers(0, 1 << 20, length).astype(np.int32),
         log_prob=-rng.random(length, dtype=np.float32),
         finished=bool(seed % 2),
         reward=1.0 + seed / 3,
         step=seed,
-        old_log_probs_from=("trainer", "engine", "unknown")[seed % 3],
+        old_log_probs_from=seed % 3,
         key=seed * 7919 - (1 << 62) if seed % 4 else 0,
         penalty=seed / 7,
-        response_mask=None if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
-        allowed_tokens=AllowedTokens.from_lists([range(seed % 7 + i) for i in range(length)])
-        if seed % 3 and length > 1
-        else None,
+        response_mask=True if seed % 5 or length == 1 else np.arange(length) % 2 == 0,
+        allowed_tokens=[list(range(seed % 7 + i)) for i in range(length)] if seed % 3 and length > 1 else None,
     )
 
 
-def add(table: Table, trajectories: list[Trajectory]) -> None:
-    """Store trajectories."""
-    table.add(StepBatch.from_trajectories(trajectories))
+def answers(count: int) -> list[Row]:
+    """Answers to as many questions."""
+    return [answer(number, number) for number in range(count)]
 
 
-def same(a: Trajectory, b: Trajectory) -> bool:
-    names = ("question", "finished", "reward", "step", "old_log_probs_from", "key", "penalty")
-    plain = all(getattr(a, name) == getattr(b, name) for name in names)
-    arrays = ("response", "log_prob", "response_mask")
-    plain = plain and lists(a.allowed_tokens) == lists(b.allowed_tokens)
-    return plain and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays)
+def rows_in(table: Table) -> list[Row]:
+    return stored_rows(table.stored())
+
+
+def saved(folder, table: Table) -> list[Row]:
+    """What a checkpoint of a table gives."""
+    return stored_rows(unpacked(read_experience(folder, write_checked(folder, packed(table.stored())))))
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """So that tables are tidied within a few rows, and tokens lie in several blocks."""
+    """So that tables are tidied within a few rows, and files grow often."""
     monkeypatch.setattr(table_module, "FEWEST", 4)
-    monkeypatch.setattr(blocks, "FEWEST", 4)
-    monkeypatch.setattr(blocks, "MOST", 16)
+    monkeypatch.setattr(table_module, "PIECE", 3)
+    monkeypatch.setattr(flat, "FEWEST", 4)
+    monkeypatch.setattr(flat, "MOST", 16)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=6), st.booleans())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_alive_comes_back_in_order(few, tmp_path_factory, history, reopen):
+def test_what_is_alive_comes_back_in_order(few, tmp_path_factory, mapped, history, reopen):
     folder = tmp_path_factory.mktemp("store")
-    store, alive, table, seed = ExperienceStore(folder), [], Table(100), 0
+    table, alive, seed = Table(100, folder if mapped else None), [], 0
     for added, removed in history:
-        new = [trajectory(seed + i, seed + i) for i in range(added)]
+        new = [answer(seed + i, seed + i) for i in range(added)]
         removed = min(removed, len(alive))
         table.remove(table.rows()[:removed])
         table.tidy()
-        add(table, new)
+        table.add(each(new))
         alive = alive[removed:] + new
         seed += added
-        index = store.save(table.stored())
-        if reopen:
-            store = ExperienceStore(folder)
-        loaded = store.load(index)
+        loaded = unpacked(read_experience(folder, write_checked(folder, packed(table.stored()))))
         assert len(loaded) == len(alive)
-        assert all(map(same, loaded, alive))
-        assert all(t.response.dtype == np.int32 and t.log_prob.dtype == np.float32 for t in loaded)
-        table.fill(loaded)
+        assert all(map(same, stored_rows(loaded), alive))
+        assert (loaded.token.dtype, loaded.old_log_prob.dtype) == (np.int32, np.float32)
+        if reopen:
+            table.fill(loaded)
 
 
-@pytest.mark.parametrize("reopen", [False, True])
-def test_a_full_block_is_written_once_and_goes_with_its_answers(tmp_path, monkeypatch, reopen):
-    monkeypatch.setattr(blocks, "FEWEST", 64)
-    monkeypatch.setattr(blocks, "MOST", 64)
-    store, table = ExperienceStore(tmp_path), Table(200)
-    made = [trajectory(i, i) for i in range(100)]
-    add(table, made[:50])
-    first = store.save(table.stored())
-    assert len(file_names(first)) >= 3
-    if reopen:
-        store = ExperienceStore(tmp_path)
-        table.fill(store.load(first))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    add(table, made[50:])
-    index = store.save(table.stored())
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    unchanged = file_names(first) if reopen else file_names(first)[:-1]  # to the last one, answers were added
-    assert set(unchanged) < set(file_names(index))
-    assert all(map(same, ExperienceStore(tmp_path).load(first), made)), "the checkpoint before it is still whole"
-    table.remove(table.rows()[:50])
-    table.tidy()
-    last = store.save(table.stored())
-    assert not set(file_names(last)) & set(unchanged)
-    store.remove_unused(set(file_names(last)))
-    assert all(map(same, ExperienceStore(tmp_path).load(last), made[50:]))
-
-
-def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path, monkeypatch):
+def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path):
     tokens, count = 1000, 400
-    monkeypatch.setattr(blocks, "MOST", 10 * tokens)
-    zeros = np.zeros(tokens, np.int32)
-    table, store = Table(count), ExperienceStore(tmp_path)
-    add(table, [Trajectory(i, zeros + 1, zeros - np.float32(1), True, 1.0, 0) for i in range(count)])
+    table = Table(count)
+    table.add(each([Row(1.0, [1] * tokens, -1.0, question=i) for i in range(count)]))
     table.remove(table.rows()[np.arange(count) % 4 > 0])
-    table.tidy()
-    index = store.save(table.stored())
-    del store, table
+    name, alive = write_checked(tmp_path, packed(table.stored())), len(table)
+    del table
     tracemalloc.start()
     try:
-        kept = ExperienceStore(tmp_path).load(index)
+        table = Table(count)
+        table.fill(unpacked(read_experience(tmp_path, name)))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(kept) == count / 4
-    # 8 bytes per token; columns and file names take under 300 bytes an answer.
-    assert held < len(kept) * (2 * 8 * tokens + 300) + 50_000
+    assert len(table) == alive == count / 4
+    # 8 bytes per token; columns take under 300 bytes an answer.
+    assert held < alive * (2 * 8 * tokens + 300) + 50_000
 
 
 WAS = {"response_mask": "own", "allowed_tokens": "kept", "old_log_probs_from": "behaviour"}
 """Columns whose names were others before."""
 
 
-def test_answers_are_read_under_the_names_that_their_columns_had(tmp_path):
-    def earlier(arrays):
-        parts = {name: name.split(".") for name in arrays}
-        return {".".join(WAS.get(part, part) for part in parts[name]): array for name, array in arrays.items()}
+def of_format_6(folder, made: list[Row]) -> str:
+    """Write answers as format 6 did, with the names of its beginning: tokens in files of several answers."""
+    arrays, digests = {"count": np.arange(3)}, []
+    batch = each(made)
+    rows = {name: batch.column(name) for name in columns_of("group", "row", stored=True)}
+    block, start = np.arange(len(made)) // 7, np.zeros(len(made), np.int64)
+    for number in range(max(block, default=-1) + 1):
+        part = batch.take(np.flatnonzero(block == number)[::-1])
+        start[part.group] = part.start[:-1]
+        file = {name: getattr(part, name) for name in ("token", "old_log_prob")}
+        if number:
+            file["response_mask"] = part.response_mask
+            file |= {"allowed_tokens": part.allowed_tokens.ids, "allowed_tokens.sizes": part.allowed_tokens.sizes}
+        digests.append(list(bytes.fromhex(write_checked(folder, earlier(file)))))
+    rows |= {"length": batch.length, "start": start, "block": block}
+    arrays |= {f"row.{name}": values for name, values in rows.items()}
+    return write_checked(folder, earlier({**arrays, "blocks": np.array(digests, np.uint8).reshape(-1, 32)}))
 
-    answers = pack([trajectory(i, i) for i in range(50)])
-    arrays = ExperienceStore(tmp_path).save(answers)
-    names = [write_checked(tmp_path, earlier(read_checked(tmp_path, name))) for name in file_names(arrays)]
-    assert file_names(arrays) != names
-    arrays = {**earlier(arrays), "blocks": np.array([list(bytes.fromhex(name)) for name in names], np.uint8)}
-    assert all(map(same, ExperienceStore(tmp_path).load(arrays), answers))
+
+def earlier(arrays):
+    parts = {name: name.split(".") for name in arrays}
+    return {".".join(WAS.get(part, part) for part in parts[name]): array for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_format_6_is_read_under_the_names_that_its_columns_had(tmp_path, count):
+    made = [answer(i, i + 1 if i < 7 else i) for i in range(count)]
+    # The first file has neither masks nor sets.
+    made[:7] = [Row(**{**vars(one), "response_mask": True, "allowed_tokens": None}) for one in made[:7]]
+    arrays = read_experience(tmp_path, of_format_6(tmp_path, made))
+    assert arrays["count"].tolist() == [0, 1, 2]
+    found = stored_rows(unpacked(arrays))
+    assert len(found) == count
+    assert all(map(same, found, made))
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_format_5_is_read(tmp_path, count):
+    """Its files have rows, too, of which some have left."""
+    made, files, digests = answers(count), {0: range(12), 1: range(12, 20)} if count else {}, []
+    for places in files.values():
+        batch = each([made[place] for place in places])
+        file = {name: getattr(batch, name) for name in ("question", "reward", "step", "key", "penalty")}
+        file |= {"response": batch.token, "log_prob": batch.old_log_prob, "length": batch.length.astype(np.int32)}
+        file |= {"finished": batch.finished.astype(np.uint8), "behaviour": batch.old_log_probs_from}
+        file |= {"written": batch.response_mask.astype(np.uint8), "kept": batch.allowed_tokens.ids}
+        digests.append(list(bytes.fromhex(write_checked(tmp_path, {**file, "kept_words": batch.allowed_tokens.sizes}))))
+    left = [place for place in range(count) if place % 3]
+    arrays = {name: np.arange(len(left)) for name in ("successes", "answers", "replays")}
+    arrays |= {"advantage": np.arange(len(left)) / 2, "segments": np.array(digests, np.uint8).reshape(-1, 32)}
+    arrays["segment"] = np.array([int(place >= 12) for place in left], np.int32)
+    arrays["row"] = np.array([place % 12 for place in left], np.int32)
+    found = unpacked(read_experience(tmp_path, write_checked(tmp_path, arrays)))
+    assert len(found) == len(left)
+    assert all(same(one, made[place]) for one, place in zip(stored_rows(found), left, strict=True))
+    for name in ("advantage", "successes", "answers", "replays"):
+        assert getattr(found, name).tolist() == arrays[name].tolist()
+
+
+def test_a_file_that_was_lost_or_changed_is_named(tmp_path):
+    name = write_checked(tmp_path, {"count": np.arange(3)})
+    assert read_checked(tmp_path, name)["count"].tolist() == [0, 1, 2]
+    path = tmp_path / f"{name}{SUFFIX}"
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(DamagedFileError, match="checksum"):
+        read_checked(tmp_path, name)
+    path.unlink()
+    with pytest.raises(DamagedFileError, match="missing"):
+        read_checked(tmp_path, name)
 
 
 def test_tokens_are_loaded_into_files(tmp_path):
-    answers = pack([trajectory(i, i) for i in range(50)])
-    index = ExperienceStore(tmp_path / "store").save(answers)
-    loaded = ExperienceStore(tmp_path / "store", tmp_path).load(index)
-    columns = [block.columns for block in loaded.blocks.values()]
-    arrays = [
-        array
-        for one in columns
-        for array in (one["token"], one["old_log_prob"], one["response_mask"], one["allowed_tokens"].ids)
-    ]
-    assert all(isinstance(array.base, np.memmap) for array in arrays)
-    assert all(map(same, loaded, answers))
+    made, table = answers(50), Table(50, tmp_path)
+    table.fill(each(made))
+    again = Table(50, tmp_path)
+    again.fill(unpacked(packed(table.stored())))
+    assert is_mapped(again)
+    assert all(map(same, rows_in(again), made))
     for name in columns_of("group", "row", stored=True):
-        assert loaded.columns[name].tolist() == answers.columns[name].tolist()
+        assert again.column(name).tolist() == table.column(name).tolist()
 
 
-def test_tokens_take_at_most_twice_the_room_of_what_is_left(few):
-    """And a block that is being filled; a window of answers moves on for a long time."""
+def is_mapped(table: Table) -> bool:
+    tokens = table.stored()
+    arrays = [tokens.token, tokens.old_log_prob, tokens.response_mask, tokens.allowed_tokens.ids]
+
+    def origin(array):
+        return array if isinstance(array, np.memmap) or array.base is None else origin(array.base)
+
+    return all(isinstance(origin(array), np.memmap) for array in arrays)
+
+
+def test_tokens_take_at_most_twice_what_is_left(few):
+    """And what a few rows take; a window of answers moves on for a long time."""
     table, rng = Table(1), np.random.default_rng(0)
     for number in range(2000):
-        add(table, [trajectory(0, number)])
+        table.add(each([answer(0, number)]))
         rows = table.rows()
         table.remove(rng.choice(rows, max(len(rows) - 50, 0), replace=False))
         table.tidy()
-        room = sum(one.room for one in table.blocks.contents.values())
-        assert room <= 2 * table.column("length").sum() + blocks.MOST
+        assert table.tokens.size <= 2 * table.column("length").sum() + 8 * table_module.FEWEST
 
 
 def test_tokens_in_files_are_those_in_memory(few, tmp_path):
-    table, made = Table(2, tmp_path), [trajectory(number % 2, number) for number in range(40)]
-    add(table, made)
+    table, made = Table(2, tmp_path), [answer(number % 2, number) for number in range(40)]
+    table.add(each(made))
     before = table.stored()
     table.remove(table.rows()[::2])
     table.tidy()
-    assert all(map(same, table.stored(), made[1::2]))
-    assert all(map(same, before, made)), "what leaves later does not change it"
-    columns = [one.columns for one in table.blocks.contents.values()]
-    sets = [one["allowed_tokens"] for one in columns if "allowed_tokens" in one]
-    arrays = [*((one.ids, one.bounds) for one in sets), [one["token"] for one in columns]]
-    assert sets
-    assert all(isinstance(array.base, np.memmap) for of_block in arrays for array in of_block)
+    assert all(map(same, rows_in(table), made[1::2]))
+    assert all(map(same, stored_rows(before), made)), "what leaves later does not change it"
+    table.add(each(made))
+    assert all(map(same, rows_in(table), made[1::2] + made))
+    assert is_mapped(table)
     assert not list(tmp_path.iterdir()), "they have no names"
+
+
+def test_what_joins_later_changes_no_snapshot(few):
+    table, made = Table(40), answers(40)
+    table.add(each(made[:5]))
+    before = table.stored()
+    table.replayed(table.rows())
+    table.add(each(made[5:]))
+    table.remove(table.rows()[:30])
+    table.tidy()
+    table.add(each(made))
+    assert all(map(same, stored_rows(before), made[:5]))
+    assert before.replays.tolist() == [0] * 5
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"experience\.folder .*missing: No such file.* name a folder"):
-        blocks.check_folder(tmp_path / "missing")
-    blocks.check_folder(tmp_path)
-    blocks.check_folder(None)
+        flat.check_folder(tmp_path / "missing")
+    flat.check_folder(tmp_path)
+    flat.check_folder(None)
 
 
 def test_a_replay_of_a_row_that_is_named_twice_counts_twice():
     table = Table(1)
-    add(table, [trajectory(0, 0)])
+    table.add(each([answer(0, 0)]))
     assert table.replayed(np.repeat(table.rows(), 2)).tolist() == [2, 2]
+
+
+def test_sets_come_late_and_are_the_whole_vocabulary_before(few):
+    table = Table(3)
+    plain = [Row(1.0, (1, 2), question=i) for i in range(2)]
+    table.add(each(plain))
+    assert not table.answers(table.rows(), np.arange(2), np.arange(2)).has("allowed_tokens")
+    table.add(each([Row(1.0, (1, 2), question=2, allowed_tokens=[[1, 5], []])]))
+    found = table.answers(table.rows(), np.arange(3), np.arange(3)).allowed_tokens
+    assert isinstance(found, AllowedTokens)
+    assert [ids.tolist() for ids in found.lists()] == [[], [], [], [], [1, 5], []]

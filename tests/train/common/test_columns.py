@@ -5,9 +5,10 @@ import pytest
 
 from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.export import export
-from exgrpo.train.checkpoint.store import ExperienceStore, read_checked, write_checked
+from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.common.columns import COLUMNS, Column
 from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay, ReplayState
+from exgrpo.train.replay.table import unpacked
 from exgrpo.train.run.traces import read_traces
 from tests.tools.experience.runs import make_run, some
 from tests.tools.experience.test_start import begin, trace, write
@@ -48,10 +49,9 @@ def test_it_goes_through_batch_buffer_checkpoint_and_resume(tmp_path):
         check(step_of(0, step).append_groups(step_of(1, step)).take(np.array([6, 1])))
         replay.store(step_of(step - 1, step), step)
     np.testing.assert_array_equal(replay.memory.stored(4).hardness, [s + i / 8 for s in (1, 2, 3) for i in range(4)])
-    state, store = replay.state(), ExperienceStore(tmp_path)
-    name = write_checked(tmp_path, {**state.arrays, **store.save(state.trajectories)})
-    again, arrays = replay_of(3), read_checked(tmp_path, name)
-    again.restore(ReplayState(state.values, arrays, ExperienceStore(tmp_path).load(arrays)))
+    state, again = replay.state(), replay_of(3)
+    name = write_checked(tmp_path, state.arrays)
+    again.restore(ReplayState(state.values, read_experience(tmp_path, name)))
     for one in (replay, again):
         table = one.memory.table
         rows = table.rows()[::-1]
@@ -63,15 +63,14 @@ def test_it_goes_through_batch_buffer_checkpoint_and_resume(tmp_path):
 
 
 def test_a_checkpoint_that_lacks_it_gives_its_default(tmp_path, monkeypatch):
-    store = ExperienceStore(tmp_path)
     with monkeypatch.context() as before:
         before.delitem(COLUMNS, "hardness")
         before.delitem(COLUMNS, "surprise")
         replay = replay_of(1)
         replay.store(make_batch([(0, [Row(1.0), Row()])]), 1)
-        arrays = store.save(replay.memory.table.stored())
+        name = write_checked(tmp_path, replay.memory.arrays())
     table = replay_of(1).memory.table
-    table.fill(store.load(arrays))
+    table.fill(unpacked(read_experience(tmp_path, name)))
     batch = table.answers(table.rows(), np.array([0, 1]), np.array([0, 0]))
     assert np.isnan(batch.hardness).all()
     assert np.isnan(batch.surprise).all()

@@ -59,8 +59,7 @@ def test_stored_advantages_are_those_of_the_loss(baseline):
     trainer = make(half(20), objective=objective, experience=experience)
     trainer.step(1)
     table = trainer.replay.memory.table
-    responses = [one.response.tolist() for one in table.stored()]
-    stored = list(zip(responses, table.column("advantage"), strict=True))
+    stored = [(row.token.tolist(), row.advantage) for row in rows_of(table.stored())]
     trained = [(row.token.tolist(), row.advantage) for row in updated(trainer)]
     assert len(stored) == len(trained)
     for one, other in zip(sorted(stored), sorted(trained), strict=True):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.config.recipe import merged, read_recipe
 from exgrpo.train.replay import Replay
+from tests.train.batches import same, stored_rows
 from tests.train.fakes import fake_score
 from tests.train.trainers import K, half, make
 
@@ -17,12 +17,7 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
 
 
 def stored(trainer):
-    return list(trainer.replay.memory.table.stored())
-
-
-def plain(trajectory):
-    """A stored answer, to be compared."""
-    return SimpleNamespace(**{k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(trajectory).items()})
+    return stored_rows(trainer.replay.memory.table.stored())
 
 
 def metrics_of(result):
@@ -70,7 +65,8 @@ def test_the_first_optimiser_step_tells_its_rows_and_a_pass_before_it_the_others
                 np.testing.assert_array_equal(expected[at], fake_score(theirs.batch.token, version).log_prob[at])
                 expected[at] = np.inf
             np.testing.assert_array_equal(ours.batch.ratio_log_prob, expected)
-    assert [vars(t) for t in map(plain, stored(trainer))] == [vars(t) for t in map(plain, stored(other))]
+    assert all(map(same, stored(trainer), stored(other)))
+    assert len(stored(trainer)) == len(stored(other))
 
 
 SKILL = {0: 1.0, 1: 0.75, 2: 0.5, 3: 0.25, 4: 0.0, 5: 0.0}
@@ -153,8 +149,8 @@ def test_leaving_answers_out_changes_no_update_and_nothing_that_is_stored(recipe
         for name in names:
             np.testing.assert_array_equal(getattr(one.batch, name), getattr(other.batch, name))
             assert not np.isnan(getattr(one.batch, name)).any()
-    for one, other in zip(map(plain, stored(ours)), map(plain, stored(theirs)), strict=True):
-        assert vars(one) == vars(other)
+    for one, other in zip(stored(ours), stored(theirs), strict=True):
+        assert same(one, other)
 
 
 def test_entropies_are_means_over_the_answers_that_are_scored():

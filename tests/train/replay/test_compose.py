@@ -11,7 +11,7 @@ from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.replay import KINDS
 from exgrpo.train.replay import ExperienceConfig, MeanScores, MethodOptions, Replay, rules
-from tests.train.batches import Row, make_batch
+from tests.train.batches import Row, make_batch, stored_rows
 from tests.train.trainers import half, make
 
 K = 4
@@ -169,7 +169,7 @@ def test_appended_answers_join_whole_groups_of_their_questions(replayed):
 @given(st.dictionaries(st.integers(0, 7), st.integers(0, K), min_size=1), st.sampled_from([0.25, 0.5, 1.0]))
 def test_beside_the_groups_that_teach_stand_single_stored_answers(of_step, ratio):
     replay = replaying("beside", 8, dict.fromkeys(range(4), 2), advantage="stored", ratio=ratio)
-    before = {tuple(one.response.tolist()) for one in replay.memory.table.stored()}
+    before = {tuple(one.response.tolist()) for one in stored_rows(replay.memory.table.stored())}
     fresh, alone = settled(replay, of_step, 8, 2)
     with_signal = [question for question, right in of_step.items() if 0 < right < K] or list(of_step)
     assert [question_of(group) for group in fresh] == with_signal

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from exgrpo.train.common import functions
-from exgrpo.train.common.records import Trajectory
+from exgrpo.train.common.step_batch import LOG_PROB_SOURCES, StepBatch
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.run.startup_checks import check_method
+from tests.train.batches import Row, each
 from tests.train.trainers import make
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
@@ -41,10 +41,14 @@ def test_exgrpo_is_the_default_written_out():
     assert of_method("exgrpo") == parse_args(["--recipe", "builtin:arithmetic"])
 
 
-def traces(questions: int) -> list[Trajectory]:
+def traces(questions: int) -> StepBatch:
     """A right answer to every second question."""
-    ids, log_prob = np.array([7, 8, 9], np.int32), np.zeros(3, np.float32)
-    return [Trajectory(q, ids + q, log_prob, True, 1.0, 0, "unknown") for q in range(0, questions, 2)]
+    unknown = LOG_PROB_SOURCES.index("unknown")
+    rows = (
+        Row(1.0, (7 + q, 8 + q, 9 + q), 0.0, step=0, old_log_probs_from=unknown, question=q)
+        for q in range(0, questions, 2)
+    )
+    return each([*rows])
 
 
 @pytest.mark.parametrize("name", METHODS)

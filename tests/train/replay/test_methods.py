@@ -128,8 +128,7 @@ def test_the_advantage_of_a_replayed_answer_is_that_of_its_group_now_or_then(com
         table = trainer.replay.memory.table
         successes, answers = table.column("successes"), table.column("answers")
         assert ((successes >= 0) & (successes <= answers) & (answers <= K)).all()
-        names = ((one.question, one.step, one.response.tobytes()) for one in trainer.replay.memory.table.stored())
-        written = dict(zip(names, table.column("advantage").tolist(), strict=True))
+        written = {(one.question, one.step, one.token.tobytes()): one.advantage for one in rows_of(table.stored())}
 
 
 @pytest.mark.parametrize("compose", SINGLE)

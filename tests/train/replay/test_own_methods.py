@@ -60,11 +60,11 @@ def test_a_method_may_be_a_file_of_ones_own(own):
     memory = trainer.replay.memory
     assert all(len(np.unique(one.batch.group[one.batch.fresh])) == 3 for one in seen)
     assert all(3 < one.batch.groups <= 5 for one in seen)
-    assert {row.reward for row in memory.table.stored()} == {0.0}
-    assert max(len(row.response) for row in memory.table.stored()) <= 5
+    stored = memory.table.stored()
+    assert set(stored.reward.tolist()) == {0.0}
+    assert stored.length.max() <= 5
     assert np.flatnonzero(memory.retired).tolist() == [3]
-    lowest = sorted(row.question for row in memory.table.stored())[0]
-    assert lowest in seen[-1].batch.question[3:]
+    assert stored.question.min() in seen[-1].batch.question[3:]
     replayed = [row for row in updated(trainer) if row.replayed]
     assert {row.advantage for row in replayed} == {7.0}
     assert set(trainer.policy.terms) == {"ratio"}

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.config.replay import LIMITS
-from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, blocks, table
+from exgrpo.train.replay import ExperienceConfig, ExperienceMemory, MethodOptions, table
 from exgrpo.train.replay.memory import NEVER
-from tests.train.batches import Row, make_batch
+from tests.train.batches import Row, make_batch, stored_rows
 
 K = QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
@@ -25,10 +25,9 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    """So that tables are tidied within a few rows, and tokens lie in several blocks."""
+    """So that tables are tidied within a few rows, and in several pieces."""
     monkeypatch.setattr(table, "FEWEST", 4)
-    monkeypatch.setattr(blocks, "FEWEST", 4)
-    monkeypatch.setattr(blocks, "MOST", 16)
+    monkeypatch.setattr(table, "PIECE", 3)
 
 
 def group_of(
@@ -126,7 +125,7 @@ class Model:
 
 def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     """That a memory holds what the model does, and says so."""
-    stored = memory.table.stored()
+    stored = stored_rows(memory.table.stored())
     assert [tuple(one.response) for one in stored] == [row["response"] for row in model.rows]
     assert [one.log_prob[0] for one in stored] == [row["log_prob"] for row in model.rows]
     stored = memory.stored(now)
@@ -204,7 +203,7 @@ def test_every_function_follows_its_rule_and_a_restored_memory_goes_on(history, 
         model.update(groups, step, collect=step >= start)
         check(memory, model, step + 1)
         restored = ExperienceMemory(QUESTIONS, setting)
-        restored.restore(copy.deepcopy(memory.arrays()), memory.table.stored())
+        restored.restore(copy.deepcopy(memory.arrays()))
         check(restored, model, step + 1)
         for name, array in memory.arrays().items():
             found = restored.arrays()[name]
