@@ -84,12 +84,12 @@ def _masked(
 ) -> torch.Tensor:
     """`attend` by padded rows with masks, on any device and in any dtype."""
     heads, groups = query.shape[1], key.shape[1]
-    # By token, so that an embedding's lookup takes the rows and its backward adds up what a prompt's answers give.
+    # By token: the backward of a lookup adds up what a prompt's answers give.
     flat = [states[0].transpose(0, 1).flatten(1) for states in (query, key, value)]
     results = []
     for bucket in segments.buckets:
-        index = (bucket.query, bucket.key, bucket.key)
-        rows = [F.embedding(i, states) for i, states in zip(index, flat, strict=True)]
+        lookups = (bucket.query, bucket.key, bucket.key)
+        rows = [lookup(states) for lookup, states in zip(lookups, flat, strict=True)]
         q, k, v = (
             row.unflatten(-1, (count, -1)).transpose(1, 2)
             for row, count in zip(rows, (heads, groups, groups), strict=True)
@@ -109,7 +109,7 @@ def _masked(
             enable_gqa=k.shape[1] != heads,
         )
         results.append(result.transpose(1, 2).flatten(0, 1).flatten(1))
-    return F.embedding(segments.place, torch.cat(results)).unflatten(-1, (heads, -1))[None]
+    return segments.place(torch.cat(results)).unflatten(-1, (heads, -1))[None]
 
 
 def _by_block(
@@ -122,9 +122,7 @@ def _by_block(
 ) -> torch.Tensor:
     """`attend` by torch's kernel, whose causal mask ends at the last query and key of each block; [1, N, H, D]."""
     queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-    keys, values = (
-        F.embedding(parts.key, states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values)
-    )
+    keys, values = (parts.key(states.flatten(1)).unflatten(-1, states.shape[1:]) for states in (keys, values))
     blocks = (parts.query_ends, parts.key_ends, parts.most_queries, parts.most_keys)
     bounds = (-1 if window is None else window - 1, 0)
     result: torch.Tensor = varlen(queries, keys, values, *blocks, scale=scaling, window_size=bounds, **SHARES)

@@ -74,8 +74,8 @@ class PolicyModel(nn.Module):
             segments=parts,
             use_cache=False,
         )
-        # An embedding's lookup: its backward adds up what the answers to a prompt give to its last token.
-        return nn.functional.embedding(parts.source, output.last_hidden_state[0])
+        # Its backward adds up what the answers to a prompt give to its last token.
+        return parts.source(output.last_hidden_state[0])
 
     def _log_prob(self, batch: TokenBatch, temperature: float, head: HeadInputs) -> LogProb:
         # Which tokens have a gradient, a composed loss will know: those without one are left out of its backward.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.functional import embedding_bag
 
 SIMILAR = 0.6
 """Blocks are padded to the longest of those that have at least this fraction of its keys."""
@@ -53,19 +54,58 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
+class Lookup:
+    """Rows to take from a matrix, each any number of times.
+
+    The gradient of a row is the sum of those of its copies, in fp32 and in their order. The backward of an embedding
+    would sort the index in each layer on GPUs, and rounds each sum of two to 16 bits on CPUs.
+
+    Attributes:
+        index: [...] int64.
+        rows: of the matrix.
+    """
+
+    index: torch.Tensor
+    rows: int
+
+    @cached_property
+    def copies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[index.numel()] places in the flat index, those of a row together; [rows + 1] where those of a row begin."""
+        row, place = self.index.flatten().sort(stable=True)
+        return place, torch.searchsorted(row, torch.arange(self.rows + 1, device=row.device))
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Return [..., D] the rows of [rows, D]."""
+        taken: torch.Tensor = _Take.apply(states, self)
+        return taken.unflatten(0, self.index.shape)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, lookup: Lookup) -> torch.Tensor:
+        ctx.lookup = lookup
+        return states.index_select(0, lookup.index.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        place, begin = ctx.lookup.copies
+        return embedding_bag(place, gradient, begin, mode="sum", include_last_offset=True), None
+
+
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Blocks of about the same length, padded to n rows of Q new tokens that see K tokens.
 
     Attributes:
-        query: [n, Q] int64, places in the row; pads name some token.
-        key: [n, K] int64, likewise.
+        query: [n, Q] places in the row; pads name some token.
+        key: [n, K] likewise.
         position: [n, Q] int64, of the queries among their keys; pads have that of their block's last token.
         causal: True if nothing comes before any of the blocks. Then Q is K, and no mask is needed: no token attends
             to a pad.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
+    query: Lookup
+    key: Lookup
     position: torch.Tensor
     causal: bool
 
@@ -82,7 +122,7 @@ class Bucket:
 
     @property
     def _places(self) -> torch.Tensor:
-        return torch.arange(self.key.shape[1], device=self.key.device)
+        return torch.arange(self.key.index.shape[1], device=self.key.index.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +130,12 @@ class Varlen:
     """Blocks without padding; their queries stand in the row one after another.
 
     Attributes:
-        key: [M] int64, places in the row of the keys of all blocks.
+        key: [M] places in the row of the keys of all blocks.
         query_ends, key_ends: [blocks + 1] int32, where the queries and keys of a block begin and end.
         most_queries, most_keys: of a block.
     """
 
-    key: torch.Tensor
+    key: Lookup
     query_ends: torch.Tensor
     key_ends: torch.Tensor
     most_queries: int
@@ -108,16 +148,16 @@ class Segments:
 
     Attributes:
         position: [1, N] int64, of each token in its sequence.
-        source: [T] int64, which token predicts each target.
+        source: [T] which token predicts each target.
         buckets: all blocks, padded.
-        place: [N] int64, where a token stands among the queries of all buckets, flat.
+        place: [N] where a token stands among the queries of all buckets, flat.
         varlen: all blocks one after another, as flash attention takes them.
     """
 
     position: torch.Tensor
-    source: torch.Tensor
+    source: Lookup
     buckets: tuple[Bucket, ...]
-    place: torch.Tensor
+    place: Lookup
     varlen: Varlen
 
 
@@ -137,17 +177,23 @@ def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: tor
         for line, block in enumerate(group):
             place[block.start : block.end] = slots + line * longest + np.arange(block.length)
         slots += len(group) * longest
-        buckets.append(_bucket(group, longest, device))
+        buckets.append(_bucket(group, longest, len(position), device))
     of_tokens, of_targets, of_slots = _moved(device, position[None], source, place)
-    return Segments(of_tokens, of_targets, tuple(buckets), of_slots, _varlen(blocks, device))
+    return Segments(
+        of_tokens,
+        Lookup(of_targets, len(position)),
+        tuple(buckets),
+        Lookup(of_slots, slots),
+        _varlen(blocks, len(position), device),
+    )
 
 
-def _varlen(blocks: Sequence[Block], device: torch.device) -> Varlen:
+def _varlen(blocks: Sequence[Block], tokens: int, device: torch.device) -> Varlen:
     queries = [block.length for block in blocks]
     keys = [block.seen for block in blocks]
     ends = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
     key, query_ends, key_ends = _moved(device, np.concatenate([block.keys for block in blocks]), *ends)
-    return Varlen(key, query_ends, key_ends, max(queries), max(keys))
+    return Varlen(Lookup(key, tokens), query_ends, key_ends, max(queries), max(keys))
 
 
 def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
@@ -167,7 +213,7 @@ def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
     return groups
 
 
-def _bucket(blocks: Sequence[Block], longest: int, device: torch.device) -> Bucket:
+def _bucket(blocks: Sequence[Block], longest: int, tokens: int, device: torch.device) -> Bucket:
     seen = blocks[0].seen
     query, position = np.empty((len(blocks), longest), np.int64), np.empty((len(blocks), longest), np.int64)
     key = np.empty((len(blocks), seen), np.int64)
@@ -179,4 +225,4 @@ def _bucket(blocks: Sequence[Block], longest: int, device: torch.device) -> Buck
         key[line, : len(keys)], key[line, len(keys) :] = keys, keys[-1]
     causal = not any(block.prefix for block in blocks)
     of_queries, of_keys, at = _moved(device, query, key, position)
-    return Bucket(of_queries, of_keys, at, causal)
+    return Bucket(Lookup(of_queries, tokens), Lookup(of_keys, tokens), at, causal)

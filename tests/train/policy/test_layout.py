@@ -17,6 +17,7 @@ from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.layout import Packed, Padded
 from exgrpo.train.policy.loss import LossTerms
 from exgrpo.train.policy.model import PolicyModel
+from exgrpo.train.policy.segments import Lookup
 from tests.integrations import tiny
 from tests.train.batches import sets
 
@@ -144,7 +145,7 @@ def test_what_prompts_begin_with_is_read_once():
     own = tensors.tokens[0, SHARED:].tolist()
     assert (tensors.tokens[0, :SHARED].tolist(), own) == (begin.tolist(), [7, 8, 1, 2, 9, 5])
     assert (tensors.segments.position[0, SHARED:] - SHARED).tolist() == [0, 1, 2, 3, 0, 1]
-    assert (tensors.segments.source - SHARED).tolist() == [1, 2, 3, 4, 4, 5]
+    assert (tensors.segments.source.index - SHARED).tolist() == [1, 2, 3, 4, 4, 5]
     assert [bucket.causal for bucket in tensors.segments.buckets] == [True, False]  # it pads none of the others
     fewer = StepBatch.from_answers([prompt[1:] for prompt in asked], answers)
     assert Packed().tokens(fewer, CPU).tokens.shape[1] == 2 * (SHARED - 1) + len(own)
@@ -181,6 +182,22 @@ def test_attention_of_variable_lengths_gets_the_same_segments(window, shared, mo
     monkeypatch.setattr(attention, "varlen", of_torch)
     monkeypatch.setattr(attention, "_variable_lengths", lambda *_: True)
     assert_same(results(model, Packed(), batch, 10**6), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_lookup_is_a_sum_in_fp32(dtype):
+    """That of plain torch to the bit in fp32; in 16 bits one rounding of the sum, to a nearest number."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.cat([torch.randint(30, (9, 40), generator=generator), torch.arange(36).view(9, 4)], 1)
+    states = torch.randn(40, 24, generator=generator).to(dtype).requires_grad_()
+    taken = Lookup(index, 40)(states)
+    assert torch.equal(taken, torch.nn.functional.embedding(index, states))
+    gradient = torch.randn(taken.shape, generator=generator).to(dtype)
+    (found,) = torch.autograd.grad(taken, states, gradient)
+    sums = torch.zeros(40, 24).requires_grad_()
+    (plain,) = torch.autograd.grad(torch.nn.functional.embedding(index, sums), sums, gradient.float())
+    assert torch.equal((found - plain).abs(), (plain.to(dtype) - plain).abs())
+    assert not found[36:].any()
 
 
 @pytest.mark.parametrize("shared", [0, SHARED])

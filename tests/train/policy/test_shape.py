@@ -66,8 +66,8 @@ def test_packed_attention_holds_no_more_than_is_counted(law, prompt, answer, ans
             tokens += blocks[-1].length
     held, of_heads = 0, 12 * 128
     for bucket in segments(blocks, np.zeros(1, np.int64), torch.device("cpu")).buckets:
-        queries, keys = bucket.query.numel(), bucket.key.numel()
-        held += 2 * of_heads * (queries + keys) + (0 if bucket.causal else queries * bucket.key.shape[1])
+        queries, keys = bucket.query.index.numel(), bucket.key.index.numel()
+        held += 2 * of_heads * (queries + keys) + (0 if bucket.causal else queries * bucket.key.index.shape[1])
     shape = dataclasses.replace(SMALL, heads=12, kv_heads=2, head_width=128)
     seen = (prompt + answers * (prompt + answer)) / (prompt + answers * answer)
     counted = shape.packed_bytes(1, seen, prompt + answer) + 128 * (12 + 2 * 2)
