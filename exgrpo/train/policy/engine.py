@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from exgrpo.train.config.options import Config
@@ -135,6 +136,7 @@ class WholeEngine:
     Attributes:
         masters: [...] fp32 of what is trained, by name.
         scaler: of the loss; it does nothing but in fp16.
+        clips_in_kernel: AdamW's kernel divides the gradient as it reads it, which rounds otherwise than a product.
     """
 
     def __init__(self, module: nn.Module, config: Config, head: nn.Parameter | None = None) -> None:
@@ -156,6 +158,7 @@ class WholeEngine:
         # From here on the scale is where the sums are: from a GPU it would come to the CPU too late, unwaited for.
         self.scaler.scale(next(iter(self.masters.values())).new_zeros(()))
         self.clip = config.optimizer.grad_clip
+        self.clips_in_kernel = kind == "cuda" and device is None
         self.skipped_steps = 0
         self._norm = 0.0
 
@@ -179,10 +182,10 @@ class WholeEngine:
     def step(self) -> None:
         """Clip the gradient, take an optimiser step and one of the schedule; none where the gradient is not finite."""
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip or float("inf"))
+        norm = get_total_norm([master.grad for master in self.masters.values() if master.grad is not None])
         self._norm = norm.item()
-        if norm.isfinite():
-            self.optimizer.step()
+        if math.isfinite(self._norm):
+            self._step_clipped(norm)
             self.lr_scheduler.step()
             self.show_masters()
         else:
@@ -195,11 +198,21 @@ class WholeEngine:
         if self._head:
             self._head[0].main_grad = None  # type: ignore[attr-defined]
 
+    def _step_clipped(self, norm: Tensor) -> None:
+        """Take an optimiser step on the gradient of this norm, clipped; one that is small is not multiplied by 1."""
+        factor = self.clip / (norm + 1e-6)
+        clips = bool(self.clip) and bool(factor < 1)
+        if clips and not self.clips_in_kernel:
+            clip_grads_with_norm_(self.masters.values(), self.clip, norm)
+        self.optimizer.grad_scale = factor.reciprocal() if clips and self.clips_in_kernel else None  # type: ignore[attr-defined]
+        self.optimizer.step()
+
     @torch.no_grad()
     def show_masters(self) -> None:
         """Have the module compute with the masters, rounded to its dtype."""
-        for parameter, master in self._copied:
-            parameter.copy_(master)
+        if self._copied:  # few launches on GPUs
+            parameters, masters = zip(*self._copied, strict=True)
+            torch._foreach_copy_(parameters, masters)
 
     def get_global_grad_norm(self) -> float:
         """The norm of the latest step's gradient, before it was clipped."""

@@ -91,8 +91,10 @@ def gradients_of(module, number, scale):
 
 
 @DTYPES
-def test_masters_are_those_of_a_plain_loop_in_float64(dtype, asked):
+@pytest.mark.parametrize("in_kernel", [False, True])
+def test_masters_are_those_of_a_plain_loop_in_float64(dtype, asked, in_kernel):
     engine = make(dtype, asked)
+    engine.clips_in_kernel = in_kernel
     plain = PlainAdamW(engine.module)
     frozen = engine.module.layer.bias.clone()
     for step in range(STEPS):
@@ -111,6 +113,21 @@ def test_masters_are_those_of_a_plain_loop_in_float64(dtype, asked):
             assert torch.equal(engine.module.get_parameter(name), master.to(dtype))
     assert list(engine.masters) == ["embedding.weight", "layer.weight"]
     assert torch.equal(engine.module.layer.bias, frozen)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e-3, 1e6])
+def test_steps_are_those_of_clipped_gradients_to_the_bit(clip):
+    engine, other = (make(torch.float32, "fp32") for _ in range(2))
+    engine.clip = clip
+    for one in (engine, other):
+        one.backward(loss(one, 0), scale_wrt_gas=False)
+    engine.step()
+    torch.nn.utils.clip_grad_norm_(other.masters.values(), clip or float("inf"))
+    other.optimizer.step()
+    moments = ([one.optimizer.state[master][MOMENTS[0]] for master in one.masters.values()] for one in (engine, other))
+    for ours, expected in zip(*moments, strict=True):
+        assert ours.any()
+        assert torch.equal(ours, expected)
 
 
 @DTYPES
