@@ -18,12 +18,12 @@ from exgrpo.kernels.timing import paired_ratio, paired_spread
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
 VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
-COMPILED, FP16 = "exgrpo with vllm, compiled layers", "exgrpo with vllm in fp16"
-ON_GPU = (ON_POLICY_VLLM, COMPILED, FP16)
+PLAIN, FP16 = "exgrpo with vllm, plain layers", "exgrpo with vllm in fp16"
+ON_GPU = (ON_POLICY_VLLM, PLAIN, FP16)
 ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, *ON_GPU)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, *ON_GPU), ("vllm", "vllm"))}
 """Further requirements by row: module and package."""
-WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, COMPILED, FP16), ON_POLICY_VLLM)}
+WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, PLAIN, FP16), ON_POLICY_VLLM)}
 """The on-policy row with the same engine, by row."""
 
 
@@ -53,7 +53,7 @@ def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
         ON_POLICY_VLLM: ours(ON_POLICY_VLLM, 0.0, "vllm"),
-        COMPILED: ours(COMPILED, 0.5, "vllm", **{"policy.compile": "inductor"}),
+        PLAIN: ours(PLAIN, 0.5, "vllm", **{"policy.compile": "none"}),
         FP16: ours(FP16, 0.5, "vllm", **{"policy.dtype": "fp16"}),
     }
 

@@ -117,10 +117,10 @@ class PolicyConfig(Section):
         "CPUs True.",
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="Attention implementation of transformers.")
-    compile: Literal["none", "inductor"] = Field(
-        "none",
+    compile: Literal["auto", "none", "inductor"] = Field(
+        "auto",
         description="inductor: compile the layers with torch.compile, which fuses norms, rotary embeddings and "
-        "activations; for one process.",
+        "activations; for one process. auto: on a GPU, if they then give what plain ones do.",
     )
     kernel_backend: str = Field("auto", description="Backend of exgrpo.kernels for the fused head.")
     kernel_memory_gib: float | None = Field(

@@ -2,16 +2,21 @@
 
 `from_pretrained` fills missing weights with random numbers, and under ZeRO-3 it does not report unused ones. So the
 names and shapes in the files are held against the model without weights, by transformers' own rules (prefixes, tied and
-renamed weights, what an architecture ignores), and every number is read once.
+renamed weights, what an architecture ignores), and every number is read once. A compiled layer is held
+against a plain one.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import (
@@ -172,6 +177,42 @@ def _read(file: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]
     else:
         whole = load_state_dict(file)
         yield from ((name, whole[name]) for name in names)
+
+
+def differing_layer(layer: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    """Describe how a compiled layer is further from a copy in a finer dtype than a plain copy; "" if it is not.
+
+    Its output is compared, and the gradients of its input, `arguments[0]`, and of what is trained in it. An error may
+    be twice the plain one, and a rounding.
+    """
+    dtype = arguments[0].dtype
+    finer = torch.float64 if dtype == torch.float32 else torch.float32
+    plain, exact = (copy.deepcopy(layer) for _ in range(2))  # which are not compiled
+    layers = {layer: dtype, plain: dtype, exact.to(finer): finer}
+    for found, of_plain, right in zip(
+        *(_results(one, to, arguments, options) for one, to in layers.items()), strict=True
+    ):
+        error, usual = ((value.double() - right.double()).norm() for value in (found, of_plain))
+        size = right.double().norm()
+        if not error <= 2 * usual + torch.finfo(dtype).eps * size:
+            what = f"a result of shape {list(right.shape)} is off by {error / size:.1e}"
+            return f"{what} of its size, where that of a plain layer is off by {usual / size:.1e}"
+    return ""
+
+
+def _results(
+    layer: nn.Module, dtype: torch.dtype, arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> list[Tensor]:
+    """Output of a layer, and gradients of its product with the input."""
+    calls = (arguments, dict(options))
+    (hidden, *others), named = tree_map_only(
+        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, calls
+    )
+    hidden = hidden.detach().requires_grad_()
+    output = layer(hidden, *others, **named)
+    output = output[0] if isinstance(output, tuple) else output
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    return [output.detach(), *torch.autograd.grad(output, [hidden, *weights], hidden.detach())]
 
 
 def listed(kinds: Mapping[str, Iterable[str]]) -> str:

@@ -34,6 +34,7 @@ from exgrpo.train.policy.adapters import (
 )
 from exgrpo.train.policy.attention import PACKED
 from exgrpo.train.policy.batch import MiniBatch
+from exgrpo.train.policy.check import differing_layer
 from exgrpo.train.policy.engine import WholeEngine, deepspeed_settings, sharded_engine, trained
 from exgrpo.train.policy.flops import EXPERTS
 from exgrpo.train.policy.layout import Layout, Packed, Padded, Schedule
@@ -53,6 +54,8 @@ from exgrpo.train.policy.update import Tally, UpdateStats
 
 LOG_PROB_GAP = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """Mean difference of log-probs, in nats, below which two ways to compute them are taken to give the same."""
+COMPILED_ON = ("cuda",)
+"""Kinds of devices on which layers are compiled unless an option says otherwise."""
 FIRST_TOKENS = 128
 """Of the prompts and answers that layers are compiled for first."""
 
@@ -79,13 +82,13 @@ class Policy:
                 f"lora.quantised {config.lora.quantised}: ZeRO-3 does not cut weights in 4 bits; take one process, "
                 "or lora.quantised none"
             )
-        self.compiled = config.policy.compile != "none"
-        """Whether the layers of passes are compiled; rollouts have plain ones."""
+        self.compiled, self.plain_layers = False, ""
+        """Whether the layers of passes are compiled (rollouts have plain ones), and why not, where they might be."""
         experts = any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS)
-        if self.compiled and (not whole or experts or config.lora.quantised != "none"):
+        plain_alone = not whole or experts or config.lora.quantised != "none"
+        if plain_alone and config.policy.compile == "inductor":
             raise ConfigError(
-                f"policy.compile {config.policy.compile} is for one process, dense layers and weights that are not in "
-                "4 bits: take none"
+                "policy.compile inductor is for one process, dense layers and weights that are not in 4 bits: take none"
             )
         # What a model with adapters is saved as. It is made while models still have their whole shapes.
         self.merged = source.empty() if config.lora.rank and config.lora.result == "merged" else None
@@ -122,7 +125,8 @@ class Policy:
         self.packs = self._packs()
         """Whether a pass reads rows without padding."""
         self.layout = Packed() if self.packs else Padded()
-        if self.compiled:
+        on_device = config.policy.compile == "auto" and world.device.type in COMPILED_ON
+        if not plain_alone and (on_device or config.policy.compile == "inductor"):
             self._compile(config)
 
     def _packs(self) -> bool:
@@ -144,27 +148,42 @@ class Policy:
         return bool(np.abs(padded - packed).mean() < LOG_PROB_GAP[self.model.dtype])
 
     def _compile(self, config: Config) -> None:
-        """Have the layers compiled, for passes with a gradient and without.
+        """Have the layers compiled, for passes with a gradient and without, if they then give what plain ones do.
 
         The first pass has always the same sizes, near those of a full one: the kernels, and with them the order of
         sums, depend on the first sizes that a layer is compiled for.
 
         Raises:
-            ConfigError: they cannot be compiled.
+            ConfigError: they cannot be compiled, or give something else, and the option asks for them.
         """
         length = max(1, min(FIRST_TOKENS, config.longest // 2))
         count = max(1, self.budget // (2 * length))
         rows = _random_rows(self.model, [(length, length)] * count)
+        layers, calls = layers_of(self.model), []
         try:
+            if layers:
+                keep = layers[0].register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+                plain = self.score(rows, 1.0).log_prob
+                keep.remove()
             compile_layers(self.model)
-            self.score(rows, 1.0)
+            gap = np.abs(self.score(rows, 1.0).log_prob - plain).mean()
             self.engine.module.train()  # not the engine: what a head adds by itself would stay for the first step
             total = self.engine(self.layout.tokens(rows, self.world.device), 1.0).log_prob.sum()
             parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
             weights = next(filter(None, (list(trained(part).values()) for part in parts)))
             torch.autograd.grad(total, weights)
+            problem = differing_layer(layers[0], *calls[0])
+            if not gap < LOG_PROB_GAP[self.model.dtype]:
+                problem = f"log-probs differ from those of plain layers by {gap:.1e}"
         except Exception as error:  # of whatever kind: of a compiler, or of what it has made
-            raise ConfigError(f"policy.compile {config.policy.compile} fails: {shown(error)}; take none") from error
+            problem = shown(error)
+        self.compiled = not problem
+        if problem and config.policy.compile != "auto":
+            raise ConfigError(f"policy.compile {config.policy.compile} fails: {problem}; take none")
+        if problem:
+            self.plain_layers = problem
+            for layer in layers:
+                layer._compiled_call_impl = None
 
     @property
     def model(self) -> PreTrainedModel:

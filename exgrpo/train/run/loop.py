@@ -238,6 +238,8 @@ class Run:
             say(str(self.started))
         if not self.policy.packs:
             say("rows are padded: with this model and attention, packed ones do not give the same log-probs")
+        if self.policy.plain_layers:
+            say(f"layers are not compiled: {self.policy.plain_layers}")
         if missing := missing_gpu(world):
             say(f"warning: {missing}")
         if config.resume == AUTO and not self.step:

@@ -6,6 +6,7 @@ another order of summation.
 
 import copy
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -208,6 +209,44 @@ def test_compiling_leaves_no_gradient_for_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr("exgrpo.train.policy.model.BACKEND", "aot_eager")
     policy = policy_of(tmp_path, dtype="bf16", compile="inductor")
     assert all(master.grad is None for master in policy.engine.masters.values())
+
+
+def floats(change, values):
+    return [change(one) if torch.is_tensor(one) and one.is_floating_point() else one for one in values]
+
+
+def wrong_output(graph, inputs):
+    return lambda *values: floats(lambda one: 1.05 * one, graph(*values))
+
+
+def wrong_gradient(graph, inputs):
+    return lambda *values: floats(lambda one: one.detach() + 1.05 * (one - one.detach()), graph(*values))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "said"),
+    [
+        (wrong_output, "fp32", "log-probs differ from those of plain layers by"),
+        (wrong_gradient, "bf16", "a result of shape .* is off by"),
+        ("aot_eager", "bf16", None),
+    ],
+)
+def test_compiled_layers_are_taken_where_they_give_what_plain_ones_do(backend, dtype, said, tmp_path, monkeypatch):
+    """On GPUs unless an option says otherwise; here on a CPU, with compilers that scale what they compile by 1.05."""
+    of_trainer.save_model(tmp_path, tied=False)
+    monkeypatch.setattr("exgrpo.train.policy.model.BACKEND", backend)
+    plain = policy_of(tmp_path, compile="auto", dtype=dtype)  # as on all CPUs
+    assert not plain.compiled
+    monkeypatch.setattr("exgrpo.train.policy.policy.COMPILED_ON", ("cpu",))
+    torch._dynamo.reset()
+    policy = policy_of(tmp_path, compile="auto", dtype=dtype)
+    assert policy.compiled == (said is None)
+    if said:
+        assert re.search(said, policy.plain_layers)
+        scores = (one.score(of_trainer.step_batch(), 1.0).log_prob for one in (policy, plain))
+        assert np.array_equal(*scores)
+        with pytest.raises(ConfigError, match=f"^policy.compile inductor fails: .*{said}.*; take none$"):
+            policy_of(tmp_path, compile="inductor", dtype=dtype)
 
 
 def test_layers_that_cannot_be_compiled_are_refused(tmp_path):
