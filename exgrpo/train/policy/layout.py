@@ -16,7 +16,7 @@ import torch
 from exgrpo.train.common.records import TokenIds, shared_prefix
 from exgrpo.train.common.step_batch import Ints, StepBatch
 from exgrpo.train.policy.batch import IGNORED, MicroBatch, TokenBatch
-from exgrpo.train.policy.segments import Block, segments
+from exgrpo.train.policy.segments import Block, moved, segments
 
 LONG = 2048
 """Response tokens from which on a prompt is not shared: compared with such an answer it costs little, and a whole row
@@ -236,4 +236,4 @@ def _kept(
 
 
 def _moved(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    return moved(device, array)[0]

@@ -212,18 +212,17 @@ class Policy:
         mine = []
         for rows in plan[self.world.rank]:
             of_pass = batch.take(np.array(rows, np.int64))
-            mine.append(self._scores(of_pass, engine(self.layout.tokens(of_pass, self.world.device), temperature)))
+            result = engine(self.layout.tokens(of_pass, self.world.device), temperature)
+            mine.append((of_pass, _scores(result)))
         return self._whole(batch, plan, mine)
 
-    def _scores(self, of_pass: StepBatch, result: LogProb | PolicyLoss) -> npt.NDArray[np.float32]:
-        """[2, T] log-probs and entropies that a pass has found."""
-        return torch.stack([result.log_prob, result.entropy]).flatten(1).cpu().numpy()[:, self.layout.places(of_pass)]
-
-    def _whole(self, batch: StepBatch, plan: Schedule, mine: list[npt.NDArray[np.float32]]) -> Score:
+    def _whole(self, batch: StepBatch, plan: Schedule, mine: Sequence[tuple[StepBatch, torch.Tensor]]) -> Score:
+        """Log-probs and entropies of all passes, from those of this rank; only here a GPU is waited for."""
+        found = [scores.cpu().numpy()[:, self.layout.places(of_pass)] for of_pass, scores in mine]
         values = np.empty((2, len(batch.token)), np.float32)
-        for passes, of_rank in zip(plan, self.world.gather(mine), strict=True):
-            for rows, found in zip(passes, of_rank, strict=False):
-                values[:, batch.places(np.array(rows, np.int64))] = found
+        for passes, of_rank in zip(plan, self.world.gather(found), strict=True):
+            for rows, scores in zip(passes, of_rank, strict=False):
+                values[:, batch.places(np.array(rows, np.int64))] = scores
         return Score(*values)
 
     def update(
@@ -247,7 +246,7 @@ class Policy:
             batch = self.layout.rows(of_pass, self.world.device)
             result = self.engine(batch, terms)
             if keep_scores:
-                mine.append(self._scores(of_pass, result))
+                mine.append((of_pass, _scores(result)))
             self.engine.backward(result.loss, scale_wrt_gas=False)
             tally.add(batch, result)
         skipped, scaled = self.engine.skipped_steps, self.states.loss_scale
@@ -333,6 +332,11 @@ class WholeWeights:
             with deepspeed.zero.GatheredParameters([parameter, *((layer.down, layer.up) if layer else ())]):
                 weight = dense(parameter)
                 yield base_name(name), layer.added_to(weight) if layer else weight
+
+
+def _scores(result: LogProb | PolicyLoss) -> torch.Tensor:
+    """[2, targets] log-probs and entropies of a pass, by target."""
+    return torch.stack([result.log_prob.detach(), result.entropy.detach()]).flatten(1)
 
 
 def _random_rows(model: PreTrainedModel, lengths: Sequence[Sequence[int]]) -> StepBatch:

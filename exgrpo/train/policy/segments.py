@@ -178,7 +178,7 @@ def segments(blocks: Sequence[Block], source: npt.NDArray[np.int64], device: tor
             place[block.start : block.end] = slots + line * longest + np.arange(block.length)
         slots += len(group) * longest
         buckets.append(_bucket(group, longest, len(position), device))
-    of_tokens, of_targets, of_slots = _moved(device, position[None], source, place)
+    of_tokens, of_targets, of_slots = moved(device, position[None], source, place)
     return Segments(
         of_tokens,
         Lookup(of_targets, len(position)),
@@ -192,12 +192,14 @@ def _varlen(blocks: Sequence[Block], tokens: int, device: torch.device) -> Varle
     queries = [block.length for block in blocks]
     keys = [block.seen for block in blocks]
     ends = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (queries, keys))
-    key, query_ends, key_ends = _moved(device, np.concatenate([block.keys for block in blocks]), *ends)
+    key, query_ends, key_ends = moved(device, np.concatenate([block.keys for block in blocks]), *ends)
     return Varlen(Lookup(key, tokens), query_ends, key_ends, max(queries), max(keys))
 
 
-def _moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-    return [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
+def moved(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+    """Copy arrays to a device. From memory that is not pinned, a GPU would first do all that it has been given."""
+    tensors = map(torch.from_numpy, arrays)
+    return [(one.pin_memory() if device.type == "cuda" else one).to(device, non_blocking=True) for one in tensors]
 
 
 def _similar(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -224,5 +226,5 @@ def _bucket(blocks: Sequence[Block], longest: int, tokens: int, device: torch.de
         keys = block.keys
         key[line, : len(keys)], key[line, len(keys) :] = keys, keys[-1]
     causal = not any(block.prefix for block in blocks)
-    of_queries, of_keys, at = _moved(device, query, key, position)
+    of_queries, of_keys, at = moved(device, query, key, position)
     return Bucket(Lookup(of_queries, tokens), Lookup(of_keys, tokens), at, causal)
