@@ -117,6 +117,8 @@ TUNE = "python -m benchmarks.tune --output {result}"
 TINY_TUNE = "--shape 4 16 128 --minutes 0.02"
 LONG_ANSWERS = "python -m studies.run studies/long_answers.yaml"
 STEPS = "test_training_step.py"
+TRACE = f"env STEP_TRACE={{result}}.json.gz {PYTEST} benchmarks/{STEPS} --benchmark-only --rounds=1"
+TRACED, TINY_TRACED = "--sizes=full -k '1.5B and vllm and policy'", "--sizes=tiny -k on-policy"
 PARTS = (
     Part("doctor", 4, "python -m exgrpo.tools.doctor --output {result}", "", "--only versions", ".md", "deepspeed"),
     Part("kernels", 8, KERNELS, f"tests/kernels {IGNORED}", "tests/kernels/test_sequences.py", needs="xdist"),
@@ -124,6 +126,7 @@ PARTS = (
     benchmark("head_in_a_row", 6, "test_head.py", IN_A_ROW, "--in-a-row=3 -k 'floor or torch'"),
     benchmark("step_0.5", 14, STEPS, "--sizes=full --rounds=2 -k 0.5B", "--rounds=1 -k 'not vllm'", "deepspeed"),
     benchmark("step_1.5", 14, STEPS, "--sizes=full --rounds=2 -k 1.5B", "--rounds=1 -k on-policy", "deepspeed"),
+    Part("step_trace", 8, TRACE, TRACED, TINY_TRACED, needs="pytest_benchmark deepspeed vllm"),
     profile("product_profile", "product_kernel|exponentials_kernel"),
     profile("rows_profile", "entropy_kernel|gradient_kernel"),
     benchmark("rollouts", 12, "test_rollouts.py", "--sizes=full", "-k fp32", "deepspeed vllm"),

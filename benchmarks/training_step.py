@@ -1,6 +1,7 @@
 """Training steps of exgrpo: `python -m benchmarks.training_step OUT.json [training options]`.
 
-OUT.json gets the measurements of each of `--steps` steps.
+OUT.json gets the measurements of each of `--steps` steps. With the environment variable STEP_TRACE a profiler follows
+the last one, which takes longer then, and writes its operators and GPU kernels to that file in Chrome's format.
 """
 
 import json
@@ -8,9 +9,11 @@ import math
 import os
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import profile
 
 from benchmarks.memory import peak
 from exgrpo.train.common.distributed import start
@@ -43,14 +46,17 @@ def facts_of(result: StepResult | None, utilisation: Utilisation) -> dict[str, A
 
 def main(argv: list[str]) -> int:
     out, config = Path(argv[0]), parse_args(argv[1:])
-    steps = []
+    steps, trace = [], os.environ.get("STEP_TRACE")
     with ExitStack() as resources:
         inputs = read_inputs(config, check_startup(config, resources))
         run = Run(config, inputs, start(config.distributed.timeout_minutes, len(os.sched_getaffinity(0))), resources)
         for step in range(1, config.steps + 1):
             begin = time.perf_counter()
-            result = run.trainer.step(step)
+            with profile() if trace and step == config.steps else nullcontext() as followed:
+                result = run.trainer.step(step)
             steps.append({"seconds": time.perf_counter() - begin, **facts_of(result, run.utilisation)})
+            if followed:
+                followed.export_chrome_trace(trace)
     out.write_text(json.dumps(steps), encoding="utf-8")
     return 0
 
