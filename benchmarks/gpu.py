@@ -57,7 +57,7 @@ class Part:
             after which it starts nothing more.
         full: further arguments on a GPU.
         tiny: further arguments in the rehearsal.
-        result: suffix of the result file, .json of pytest-benchmark or a text; "" for none.
+        result: suffix of the result file: .json of pytest-benchmark, a text, or one that is kept as it is; "" for none.
         needs: keys of REMEDIES, separated by spaces.
         expects: regular expression that a text result must match.
     """
@@ -117,7 +117,7 @@ TUNE = "python -m benchmarks.tune --output {result}"
 TINY_TUNE = "--shape 4 16 128 --minutes 0.02"
 LONG_ANSWERS = "python -m studies.run studies/long_answers.yaml"
 STEPS = "test_training_step.py"
-TRACE = f"env STEP_TRACE={{result}}.json.gz {PYTEST} benchmarks/{STEPS} --benchmark-only --rounds=1"
+TRACE = f"env STEP_TRACE={{result}} {PYTEST} benchmarks/{STEPS} --benchmark-only --rounds=1"
 TRACED, TINY_TRACED = "--sizes=full -k '1.5B and vllm and policy'", "--sizes=tiny -k on-policy"
 PARTS = (
     Part("doctor", 4, "python -m exgrpo.tools.doctor --output {result}", "", "--only versions", ".md", "deepspeed"),
@@ -126,7 +126,7 @@ PARTS = (
     benchmark("head_in_a_row", 6, "test_head.py", IN_A_ROW, "--in-a-row=3 -k 'floor or torch'"),
     benchmark("step_0.5", 14, STEPS, "--sizes=full --rounds=2 -k 0.5B", "--rounds=1 -k 'not vllm'", "deepspeed"),
     benchmark("step_1.5", 14, STEPS, "--sizes=full --rounds=2 -k 1.5B", "--rounds=1 -k on-policy", "deepspeed"),
-    Part("step_trace", 8, TRACE, TRACED, TINY_TRACED, needs="pytest_benchmark deepspeed vllm"),
+    Part("step_trace", 8, TRACE, TRACED, TINY_TRACED, ".json.gz", "pytest_benchmark deepspeed vllm"),
     profile("product_profile", "product_kernel|exponentials_kernel"),
     profile("rows_profile", "entropy_kernel|gradient_kernel"),
     benchmark("rollouts", 12, "test_rollouts.py", "--sizes=full", "-k fp32", "deepspeed vllm"),
@@ -197,7 +197,7 @@ def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: floa
     entry |= {"date": str(datetime.date.today()), "revision": revision()}
     if part.result == ".json" and result.exists():
         record = joined(record, part.name, read(result))
-    elif part.result and result.exists():
+    elif part.result in (".txt", ".md") and result.exists():
         lines = result.read_text(encoding="utf-8").splitlines()
         entry["text"] = "\n".join(line for line in lines if not line.startswith("==PROF=="))
     return replace(record, parts=[one for one in record.parts if one["name"] != part.name] + [entry])
