@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks import softmax
+from exgrpo.kernels.chunks import chunking, softmax
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.products import LogitGradient
+from exgrpo.kernels.chunks.products import LogitGradient, row_cost
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
@@ -36,6 +37,12 @@ class Passes(Protocol):
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
         """Return the tokens of a chunk at most: as many as the memory of the call allows."""
+
+    def slice_columns(self) -> int:
+        """Return the entries of the vocabulary that all active rows may meet at once; 0: none.
+
+        `chunk_gradient` returns a `MatrixGradient` then.
+        """
 
     def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         """Return the sums of each row over the whole vocabulary, and what `chunk_gradient` needs if it follows."""
@@ -86,10 +93,30 @@ class Backend(Protocol):
         """Return the mean of the counted values of each segment."""
 
 
+def columns_within(head: ChunkedHead, memory: int, cost: Callable[[int], Cost]) -> int:
+    """Entries of the vocabulary that all active rows of a walk may meet at once in so many bytes; 0: none.
+
+    ``cost`` returns that of a walk through chunks of rows over so many entries. All rows have their hidden states,
+    gathered and scaled, their gradient, and in the slower products a part of it.
+    """
+    operand, width, whole = head.options.operand, head.head.weight.shape[1], cost(head.shard.largest)
+    row = width * (2 * operand.itemsize + 2 * head.dtype.itemsize) - row_cost(operand, width, 0)
+    return chunking.columns_within(
+        memory,
+        head.head.target.numel(),
+        head.active,
+        lambda columns: cost(columns)._replace(fixed=whole.fixed, row=cost(columns).row + row),
+        head.shard.size,
+    )
+
+
 class ByFormulas:
     """The passes that read no logits, by the functions `finished` and `policy_rows` of a module."""
 
     formulas: ModuleType = softmax
+
+    def slice_columns(self) -> int:
+        return 0
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         return self.formulas.finished(sums)

@@ -33,10 +33,10 @@ class FusedCudaProduct(FusedProduct):
 class FusedCudaPasses(FusedTritonPasses):
     """`FusedTritonPasses` around this product where it can be, around the Triton kernels elsewhere."""
 
-    def cost(self, gradient_follows: bool) -> Cost:
+    def cost(self, vocabulary: int, gradient_follows: bool = True) -> Cost:
         # The tiles of both products leave sums.
-        cost = super().cost(gradient_follows)
-        return cost._replace(row=cost.row + partial_bytes(self.head.shard.largest, TILE_COLUMNS))
+        cost = super().cost(vocabulary, gradient_follows)
+        return cost._replace(row=cost.row + partial_bytes(vocabulary, TILE_COLUMNS))
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
         if self.softcap is None and fits(operands, out):

@@ -32,9 +32,9 @@ class FusedTritonPasses(TritonPasses):
     def _operands(self, chunk: Chunk) -> Operands:
         return Operands(chunk.hidden.contiguous(), self.products.weight, self.bias)
 
-    def cost(self, gradient_follows: bool) -> Cost:
+    def cost(self, vocabulary: int, gradient_follows: bool = True) -> Cost:
         # Exponentials instead of products, and the sums of tiles.
-        cost, vocabulary = super().cost(gradient_follows), self.head.shard.largest
+        cost = super().cost(vocabulary, gradient_follows)
         row = cost.row + partial_bytes(vocabulary, self.plan.tile.columns)
         # Where the exponentials are narrow, they are what `Products` would round; a forward alone has none.
         if self.products.mixed or not gradient_follows:
