@@ -1,7 +1,7 @@
 """Tokens per chunk, and rows per scratch block."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -60,20 +60,6 @@ def rows_within(memory: int, tokens: int, cost: Cost, step: int = 1, *, strict: 
         least = bisect_left(range(tile + sum(cost.scratch) + 1), tile, key=for_chunks)
         raise ValueError(f"memory: a call on {tokens} tokens with this head needs {least} bytes at least, got {memory}")
     return (for_chunks(memory) - rest) // cost.row
-
-
-def columns_within(memory: int, tokens: int, rows: int, cost_of: Callable[[int], Cost], most: int) -> int:
-    """Entries of the vocabulary, whole tiles and ``most`` at most, that all ``rows`` of a call have at once; 0: none.
-
-    ``cost_of`` returns the cost of a walk over so many entries.
-    """
-
-    def bytes_of(tiles: int) -> int:
-        cost = cost_of(TILE_COLUMNS * tiles)
-        scratch = sum(_within(size, memory) for size in cost.scratch)
-        return cost.fixed + TOKEN_BYTES * tokens + cost.row * rows + scratch
-
-    return TILE_COLUMNS * bisect_right(range(1, most // TILE_COLUMNS + 1), memory, key=bytes_of)
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """Protocols of a backend: the passes over the logits of a chunk, and the small operations around the head."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
@@ -94,20 +95,23 @@ class Backend(Protocol):
 
 
 def columns_within(head: ChunkedHead, memory: int, cost: Callable[[int], Cost]) -> int:
-    """Entries of the vocabulary that all active rows of a walk may meet at once in so many bytes; 0: none.
+    """Entries of the vocabulary, whole tiles, that all active rows of a walk meet at once in so many bytes; 0: none.
 
-    ``cost`` returns that of a walk through chunks of rows over so many entries. All rows have their hidden states,
-    gathered and scaled, their gradient, and in the slower products a part of it.
+    ``cost`` returns that of a walk through chunks of rows over so many entries. All rows have their hidden states
+    scaled; gathered, too, with their gradient, where they are some of the tokens; and in the slower products a part
+    of that.
     """
-    operand, width, whole = head.options.operand, head.head.weight.shape[1], cost(head.shard.largest)
-    row = width * (2 * operand.itemsize + 2 * head.dtype.itemsize) - row_cost(operand, width, 0)
-    return chunking.columns_within(
-        memory,
-        head.head.target.numel(),
-        head.active,
-        lambda columns: cost(columns)._replace(fixed=whole.fixed, row=cost(columns).row + row),
-        head.shard.size,
-    )
+    operand, width, tile = head.options.operand, head.head.weight.shape[1], chunking.TILE_COLUMNS
+    some, narrow, wide = head.order is not None, operand.itemsize, head.dtype.itemsize
+    row = narrow * (1 + (some or head.head.hidden.dtype != operand)) + wide * (some + (not head.products.mixed))
+    row = width * row - row_cost(operand, width, 0)
+    fixed = cost(head.shard.largest).fixed + chunking.TOKEN_BYTES * head.head.target.numel()
+
+    def bytes_of(tiles: int) -> int:
+        found = cost(tile * tiles)
+        return fixed + (found.row + row) * head.active + sum(min(n, memory // chunking.SHARE) for n in found.scratch)
+
+    return tile * bisect_right(range(1, head.shard.size // tile + 1), memory, key=bytes_of)
 
 
 class ByFormulas:

@@ -117,7 +117,7 @@ def log_prob_backward(
         upstream = upstream.times(unit)
         factors = row_factors(walk.temperature(), head.options.softcap, statistics, upstream)
         most = passes.chunk_rows(gradient_follows=True)
-        columns = _slice_columns(walk, passes, most) if needed.weight and len(parts) == 1 else 0
+        columns = slice_columns(walk, passes, most) if needed.weight and len(parts) == 1 else 0
         sums.enter(walk, passes.written_once, once=len(parts) == 1 and (columns > 0 or walk.active <= most))
         if columns:
             (chunk,) = walk.chunks(0, walk.active, walk.active, passes.tile)
@@ -132,7 +132,7 @@ def log_prob_backward(
     return sums.finish()
 
 
-def _slice_columns(walk: ChunkedHead, passes: Passes, most: int) -> int:
+def slice_columns(walk: ChunkedHead, passes: Passes, most: int) -> int:
     """Entries of the vocabulary of a slice, 0 if chunks of ``most`` tokens are as good.
 
     Each chunk reads all of the weight and its gradient anew, each slice all tokens and theirs.

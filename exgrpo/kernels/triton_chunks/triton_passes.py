@@ -79,7 +79,8 @@ class TritonPasses(ByFormulas):
 
     formulas = triton_tokens
     tile = chunking.TILE_ROWS
-    block = None  # to know how many rows of a chunk have a gradient, the host would have to wait for the device
+    block: int | None = None
+    """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
     def __init__(self, head: ChunkedHead, chosen: LaunchPlan) -> None:
         self.head = head
