@@ -63,7 +63,9 @@ const char* describe_all(const ProductArguments& given, TensorMap& hidden, Tenso
 const char* launch(
     const ProductArguments& given, const TensorMap& hidden, const TensorMap& weight, const TensorMap& out,
     const Tiles& tiles, cudaStream_t stream) {
-  const auto kernel = given.out == nullptr ? product_kernel<false> : product_kernel<true>;
+  const auto kernel = given.out == nullptr         ? product_kernel<SUMS>
+                      : given.at_target == nullptr ? product_kernel<EXPONENTIALS>
+                                                   : product_kernel<GRADIENT>;
   const auto function = reinterpret_cast<const void*>(kernel);
   auto error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, PRODUCT_SHARED);
   if (error != cudaSuccess) return failure("cudaFuncSetAttribute(MaxDynamicSharedMemorySize)", error);

@@ -15,7 +15,7 @@ struct ProductArguments {
   int64_t hidden_stride;
   const void* weight;        // [V, D] bfloat16
   int64_t weight_stride;
-  void* out;                 // [rows, V] bfloat16, receives exp(d), 0 at the target; null: forward only
+  void* out;                 // [rows, V] bfloat16, receives exp(d), 0 at the target, or F; null: forward only
   int64_t out_stride;
   const float* bias;         // [V]; null: none
   const int64_t* target;     // [rows]; -1 if the weight does not have it
@@ -23,7 +23,14 @@ struct ProductArguments {
   const float* temperature;  // [rows]; null: 1
   float* rests;              // [column tiles, rows], result: S over the tile's columns
   float* moments;            // [column tiles, rows], result: M over the tile's columns
+  const float* at_target;    // [rows], F at the target: out receives F = exp(d) (intercept + slope d), and there are no
+                             // sums; null: exp(d)
+  const float* intercept;    // [rows]; null, as slope: 1 and 0
+  const float* slope;        // [rows]
 };
+
+// What a call writes beside, or instead of, the sums of tiles.
+enum Result { SUMS, EXPONENTIALS, GRADIENT };
 
 constexpr int TILE_ROWS = 128;
 constexpr int TILE_COLUMNS = 192;  // limit of a warpgroup's registers; larger means fewer copies

@@ -121,22 +121,30 @@ struct Row {
   float anchor, scale;  // turn z - a into d / ln 2, because the hardware computes powers of 2
   int target;           // relative to the tile
   float rest, moment;
+  float intercept, slope;  // turn d / ln 2 into F / exp(d)
 };
 
+template <Result RESULT>
 __device__ inline Row row_at(const ProductArguments& given, int row, int first_column) {
-  Row found{0.0f, LOG2_E, -1, 0.0f, 0.0f};
+  Row found{0.0f, LOG2_E, -1, 0.0f, 0.0f, 1.0f, 0.0f};
   if (row >= given.rows) return found;
   found.anchor = given.anchor[row];
   if (given.temperature != nullptr) found.scale /= given.temperature[row];
+  if (RESULT == GRADIENT && given.slope != nullptr) {
+    found.intercept = given.intercept[row];
+    found.slope = given.slope[row] * LN_2;
+  }
   const int64_t target = given.target[row] - first_column;
   if (target >= 0 && target < TILE_COLUMNS) found.target = static_cast<int>(target);
   return found;
 }
 
-// Returns exp(d) and adds it to the row's sums.
+// Returns exp(d) and adds it to the row's sums; or F.
+template <Result RESULT>
 __device__ __forceinline__ float exponential(Row& row, float z) {
   const float d = larger((z - row.anchor) * row.scale, UNDERFLOWN);
   const float e = power_of_two(d);
+  if constexpr (RESULT == GRADIENT) return e * (row.intercept + row.slope * d);
   row.rest += e;
   row.moment += e * d;
   return e;
@@ -173,7 +181,7 @@ __device__ inline float over_four_lanes(float value) {
 }
 
 // Staging buffer from which a consumer's pieces of the result are copied to memory, one after the other.
-template <bool WRITES>
+template <Result RESULT>
 struct Pieces {
   unsigned char* base;
   int barrier;  // of the consumer's threads
@@ -185,14 +193,14 @@ struct Pieces {
 
   // Waits until the next buffer may be written.
   __device__ __forceinline__ void begin() const {
-    if constexpr (!WRITES) return;
+    if constexpr (RESULT == SUMS) return;
     if (threadIdx.x % WARPGROUP == 0) stores_read<PLACES - 1>();
     numbered_sync(barrier, WARPGROUP);
   }
 
   // Starts the copy of the written buffer to (column, row) of the result.
   __device__ __forceinline__ void end(int number, const TensorMap& out, int64_t vocabulary, int row, int column) const {
-    if constexpr (!WRITES) return;
+    if constexpr (RESULT == SUMS) return;
     visible_to_copies();
     numbered_sync(barrier, WARPGROUP);
     if (threadIdx.x % WARPGROUP == 0) {
@@ -202,17 +210,17 @@ struct Pieces {
   }
 };
 
-// Exponentials of PIECE columns of a tile, added to the sums and staged for their copy.
-template <bool WRITES>
+// Exponentials of PIECE columns of a tile, added to the sums and staged for their copy; or F.
+template <Result RESULT>
 __device__ __forceinline__ void exponentials(
-    const float* x, Row (&rows)[2], const Pieces<WRITES>& pieces, int number, int first_row) {
+    const float* x, Row (&rows)[2], const Pieces<RESULT>& pieces, int number, int first_row) {
 #pragma unroll
   for (int j = 0; j < PIECE / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float low = exponential(rows[i], x[4 * j + 2 * i]);
-      const float high = exponential(rows[i], x[4 * j + 2 * i + 1]);
-      if constexpr (WRITES) {
+      const float low = exponential<RESULT>(rows[i], x[4 * j + 2 * i]);
+      const float high = exponential<RESULT>(rows[i], x[4 * j + 2 * i + 1]);
+      if constexpr (RESULT != SUMS) {
         // The row eight further has its parts in the same order.
         unsigned char* place = pieces.place(number, first_row, 8 * j + threadIdx.x % 4 * 2) + i * 8 * 128;
         *reinterpret_cast<uint32_t*>(place) = pack_bfloat16(low, high);
@@ -221,11 +229,36 @@ __device__ __forceinline__ void exponentials(
   }
 }
 
+// Stages F at the targets among PIECE columns, by the threads that staged their pairs.
+template <Result RESULT>
+__device__ inline void put_targets(
+    const float* at_target, const Row (&rows)[2], const Pieces<RESULT>& pieces, int number, int first_row, int part) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int column = rows[i].target - part * PIECE;
+    if (column < 0 || column >= PIECE || column % 8 / 2 != static_cast<int>(threadIdx.x % 4)) continue;
+    unsigned char* place = pieces.place(number, first_row, column / 2 * 2) + i * 8 * 128 + column % 2 * 2;
+    *reinterpret_cast<uint16_t*>(place) = static_cast<uint16_t>(pack_bfloat16(at_target[8 * i], 0.0f));
+  }
+}
+
+__device__ inline void store_sums(const ProductArguments& given, const Row (&rows)[2], int upper, int64_t column_tile) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float rest = over_four_lanes(rows[i].rest), moment = over_four_lanes(rows[i].moment);
+    const int row = upper + 8 * i;
+    if (threadIdx.x % 4 != 0 || row >= given.rows) continue;
+    const int64_t partial = column_tile * given.rows + row;
+    given.rests[partial] = rest;
+    given.moments[partial] = moment * LN_2;
+  }
+}
+
 // Exponentials and sums of a consumer's part of a tile; writes the exponentials if requested.
-template <bool WRITES>
+template <Result RESULT>
 __device__ inline void epilogue(
     const ProductArguments& given, const TensorMap& out, Accumulator& x, const Tile& tile,
-    const Pieces<WRITES>& pieces) {
+    const Pieces<RESULT>& pieces) {
   const int thread = threadIdx.x % WARPGROUP;
   const int first_row = thread / WARP * 16 + thread % WARP / 4;
   const int64_t left = given.vocabulary - tile.column;
@@ -234,7 +267,7 @@ __device__ inline void epilogue(
   for (int block = 0; block < BLOCKS_OF_ROWS; ++block) {
     if (given.bias != nullptr) add_bias(x[block], given.bias + tile.column, columns);
     const int upper = tile.row + block * PIECE + first_row;
-    Row rows[2] = {row_at(given, upper, tile.column), row_at(given, upper + 8, tile.column)};
+    Row rows[2] = {row_at<RESULT>(given, upper, tile.column), row_at<RESULT>(given, upper + 8, tile.column)};
     if (any_lane(rows[0].target >= 0 || rows[1].target >= 0) || columns < TILE_COLUMNS) {
       leave_out(x[block], rows, columns);
     }
@@ -243,26 +276,19 @@ __device__ inline void epilogue(
       const int number = block * (TILE_COLUMNS / PIECE) + part;
       pieces.begin();
       exponentials(x[block] + part * (PIECE / 2), rows, pieces, number, first_row);
+      if constexpr (RESULT == GRADIENT) put_targets(given.at_target + upper, rows, pieces, number, first_row, part);
       pieces.end(number, out, given.vocabulary, tile.row + block * PIECE, tile.column + part * PIECE);
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float rest = over_four_lanes(rows[i].rest), moment = over_four_lanes(rows[i].moment);
-      const int row = upper + 8 * i;
-      if (thread % 4 != 0 || row >= given.rows) continue;
-      const int64_t partial = static_cast<int64_t>(tile.column / TILE_COLUMNS) * given.rows + row;
-      given.rests[partial] = rest;
-      given.moments[partial] = moment * LN_2;
-    }
+    if constexpr (RESULT != GRADIENT) store_sums(given, rows, upper, tile.column / TILE_COLUMNS);
   }
 }
 
 // Run by one warpgroup: every other tile of this block.
-template <bool WRITES>
+template <Result RESULT>
 __device__ inline void consume(
     const ProductArguments& given, const TensorMap& out, const SharedTiles& shared, const Tiles& tiles, int steps,
     int consumer) {
-  const Pieces<WRITES> pieces{shared.staged(consumer), STAGED + consumer};
+  const Pieces<RESULT> pieces{shared.staged(consumer), STAGED + consumer};
   int number = 0;
   for (int index = first_share(); index < tiles.count; index += shares_at_once(), ++number) {
     if (number % CONSUMERS != consumer) continue;
@@ -278,10 +304,10 @@ __device__ inline void consume(
     release(shared, round + steps - 1);
     epilogue(given, out, x, tile, pieces);
   }
-  if (WRITES && threadIdx.x % WARPGROUP == 0) stores_read<0>();
+  if (RESULT != SUMS && threadIdx.x % WARPGROUP == 0) stores_read<0>();
 }
 
-template <bool WRITES>
+template <Result RESULT>
 __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_kernel(
     const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight,
     const __grid_constant__ TensorMap out, const __grid_constant__ ProductArguments given, const Tiles tiles) {
@@ -304,7 +330,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 1) product_kernel(
     if (threadIdx.x % WARPGROUP == 0) produce(hidden, weight, shared, tiles, steps);
   } else {
     registers_take<CONSUMER_REGISTERS>();
-    consume<WRITES>(given, out, shared, tiles, steps, warpgroup);
+    consume<RESULT>(given, out, shared, tiles, steps, warpgroup);
   }
   // Other blocks may still copy to this one and arrive at its barriers, so its shared memory must outlive them.
   cluster_arrive();

@@ -61,7 +61,8 @@ def linear_log_prob(
             ranks, and so are the results. Each rank computes the same loss from them and calls backward: it
             gets the gradient of that one loss, whole for ``hidden``, its own part for ``weight`` and ``bias``.
         memory: bytes that the call, and its backward, may allocate besides their inputs, their results and the
-            gradients, which are summed in float32: above all a chunk of logits or of their exponentials. None: 1 GiB by
+            gradients, which are summed in float32: above all a chunk of logits or of their exponentials. It bounds the
+            peak: one chunk alone, whose gradient of the weight needs no sum, may take the bytes of that. None: 1 GiB by
             ``"triton"`` and ``"cuda"``, or a 16th of its memory if that is less; by the others
             logits of 128 MiB on a CPU and of 1 GiB on a GPU, and their scratch memory.
             ``backend="reference"`` holds all logits, whatever is said here.

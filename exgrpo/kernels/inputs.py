@@ -68,8 +68,8 @@ class VocabShard:
         return cls(size, sum(sizes[:rank]), sum(sizes), max(sizes), group.group_name)
 
     def locate(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Local index of each target, clamped into range, and where it lies on this rank (None: everywhere)."""
-        if not self.group_name:
+        """Local index of each target, clamped into range, and where it lies in this part (None: everywhere)."""
+        if not self.group_name and self.size == self.vocabulary:
             return target.clamp(0, self.size - 1), None
         local = target - self.offset
         held = (local >= 0) & (local < self.size)
@@ -137,7 +137,8 @@ class HeadOptions:
     shard: VocabShard
     """The part of the vocabulary that is held here."""
     memory: int | None = None
-    """Bytes that a call may allocate besides its inputs, its outputs and the gradients; None: the backend decides."""
+    """Bytes that a call may allocate besides its inputs, its outputs and the gradients with their sums; None: the
+    backend decides."""
     counts: tuple[int, int] | None = None
     """Tokens that take part, and those of them that may have a gradient; None: the host reads them from the device."""
     allowed_tokens: AllowedIds | None = None

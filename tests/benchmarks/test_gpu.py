@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from benchmarks import gpu, record
+from benchmarks import gpu, predict, record
 from benchmarks.gpu import PARTS, Part
 from benchmarks.programs import ROOT
 from benchmarks.render import markdown
@@ -134,3 +134,14 @@ def test_what_a_part_has_started_ends_with_it(tmp_path):
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("size", predict.SIZES, ids=str)
+@pytest.mark.parametrize("operation", predict.OPERATIONS)
+def test_the_plans_of_today_are_predicted_to_be_no_slower(operation, size):
+    """By a model that fits the records within a tenth."""
+    before, after = (predict.plan_of(operation, size, after=after) for after in (False, True))
+    time = predict.seconds(operation, size, before, after=False)
+    assert predict.seconds(operation, size, after, after=True) <= time
+    assert bool(after[1]) == operation.startswith("log_prob")
+    assert all(0.9 < ratio < 1.1 for ratio in predict.errors())

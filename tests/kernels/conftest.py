@@ -9,6 +9,7 @@ import torch
 
 from exgrpo.kernels import dispatch
 from exgrpo.kernels.chunks import chunking
+from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 from .support import INTERPRETING
 
@@ -133,10 +134,18 @@ def set_chunk_bytes(monkeypatch, chunk, block=None, tile=None):
         monkeypatch.setitem(chunking.BLOCK_BYTES, kind, block or chunk)
     monkeypatch.setattr(chunking, "TILE_BYTES", tile or chunk)
     monkeypatch.setattr(chunking, "LEAST_ROWS", 1)
+    monkeypatch.setattr(TorchPasses, "slice_columns", lambda passes: slice_columns_of(passes) * passes.products.mixed)
     if "triton" in BACKENDS:  # its chunks are whole tiles, and of a size that a launch table says
         monkeypatch.setattr(TritonPasses, "chunk_rows", lambda passes, **_: chunk_rows_of(passes.head))
+        monkeypatch.setattr(TritonPasses, "slice_columns", slice_columns_of)
         monkeypatch.setattr(TritonPasses, "tile", 1)
 
 
+def slice_columns_of(passes):
+    head = passes.head
+    row = head.active * head.dtype.itemsize
+    return min(head.shard.size, chunking.of_device(chunking.CHUNK_BYTES, head.head.weight.device) // row)
+
+
 def chunk_rows_of(head):
-    return chunking.chunk_rows(head.shard.largest, head.dtype, head.head.weight.device)
+    return head.at_once or chunking.chunk_rows(head.shard.largest, head.dtype, head.head.weight.device)

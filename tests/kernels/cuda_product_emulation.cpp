@@ -25,7 +25,9 @@ extern "C" const char* emulated_product(const ProductArguments* given, int clust
   return emulation::reported(emulation::launch(
       CLUSTER * clusters, PRODUCT_THREADS, CLUSTER, PRODUCT_SHARED, {backwards, eager},
       [&] {
-        const auto kernel = given->out ? product_kernel<true> : product_kernel<false>;
+        const auto kernel = !given->out         ? product_kernel<SUMS>
+                            : !given->at_target ? product_kernel<EXPONENTIALS>
+                                                : product_kernel<GRADIENT>;
         kernel(hidden, weight, out, *given, tiles);
       }));
 }

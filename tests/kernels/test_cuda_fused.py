@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, product_call
-from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, Operands
+from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, GradientRows, Operands
 
 from .cuda_support import ON_GPU, emulate_product
 
@@ -48,10 +48,10 @@ class Case:
         z = self.hidden.double() @ self.weight.double().T
         return z if self.bias is None else z + self.bias.double()
 
-    def run(self, *, out=True, **schedule):
+    def run(self, *, out=True, known=None, **schedule):
         operands = Operands(self.hidden, self.weight, self.bias)
         rows = AnchoredRows(self.target, self.anchor, self.temperature)
-        call = product_call(operands, rows, self.out if out else None, self.partial)
+        call = product_call(operands, rows, self.out if out else None, self.partial, known)
         if self.machine == "gpu":
             call.launch(torch.device("cuda"))
         else:
@@ -89,6 +89,28 @@ def test_exponentials_and_sums(rows, vocabulary, width, options, machine):
     case = Case(machine, rows, vocabulary, width, **options)
     case.run()
     case.check()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "width", "clusters"), [(130, 200, 72, 1), (37, 475, 45, 2), (7, 129, 200, 1)]
+)
+def test_the_gradient_of_the_logits(rows, vocabulary, width, clusters, entropy, machine):
+    """F = exp(d) (intercept + slope d) in the place of exp(d); its own value at the target, if that is held."""
+    case = Case(machine, rows, vocabulary, width, bias=torch.float32, temperature=True)
+    case.target[::5] = -1
+    at_target, intercept, slope = torch.randn(3, rows, device=case.device)
+    case.run(known=GradientRows(at_target, *((intercept, slope) if entropy else (None, None))), clusters=clusters)
+    d = (case.logits() - case.anchor.double().unsqueeze(1)) / case.temperature.double().unsqueeze(1)
+    line = intercept.double().unsqueeze(1) + slope.double().unsqueeze(1) * d if entropy else torch.ones_like(d)
+    exact, terms = d.exp() * line, d.exp() * (1 + 4 * entropy * (1 + d.abs()))
+    held = case.target >= 0
+    exact[held, case.target[held]] = at_target[held].double()
+    terms[held, case.target[held]] = at_target[held].double().abs()
+    assert ((case.out.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2e-5 * terms).all()
+    ended = -(-vocabulary // 8) * 8
+    assert (case.storage[:, ended:] == 7).all()
+    assert case.partial.isnan().all()
 
 
 # Row tiles by clusters that have several, an odd number of them or one; and more rows than share a stretch of words.

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from exgrpo.kernels import importance_ratio, linear_log_prob, reference
+from exgrpo.kernels.chunks.head import ChunkedHead
 
-from .support import Case, error, fewer_interpreted, make_case
+from .support import Case, compare, error, fewer_interpreted, make_case
 
 
 def outputs_and_gradients(case: Case, function=linear_log_prob, upstream=None, **more):
@@ -44,6 +45,43 @@ def test_gradients_of_some_tokens_and_outputs_only(alone, backend, device):
     _, exact = outputs_and_gradients(case, reference.linear_log_prob, upstream)
     torch.testing.assert_close(ours, exact)
     assert not ours[0][12:28].any()
+
+
+OPTIONS = {
+    "plain": {},
+    "shaped": {"bias": True, "softcap": 9.0, "temperature": torch.linspace(0.6, 1.5, 30)},
+    "no token is left out": {"bias": True, "ignored": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("added", [False, True], ids=["", "added"])
+def test_the_backward_goes_through_slices_of_the_vocabulary(
+    added, name, dtype, backend, device, set_chunk, monkeypatch
+):
+    """Where the tokens are fewer, each slice has all of them: the gradient of its weights is complete, written once."""
+    slices, made = [], ChunkedHead.part
+    monkeypatch.setattr(ChunkedHead, "part", lambda walk, entries: slices.append(entries) or made(walk, entries))
+    monkeypatch.setenv("EXGRPO_SELF_TEST", "0")
+    set_chunk(11 * 150 * 4)
+    case = make_case(30, 24, 150, dtype, device, **OPTIONS[name])
+    upstream = [torch.randn(30, dtype=torch.float64, device=device) for _ in range(2)]
+    if OPTIONS[name].get("ignored", True):
+        upstream[0][:2] = upstream[1][:2] = 0
+    total = torch.ones_like(case.weight, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def call(some, function):
+        if not (added and some is case and function != "reference"):
+            return outputs_and_gradients(some, upstream=upstream, backend=function)
+        result = some.log_prob(backend=function, weight_grad=total.detach())
+        sum((value * up.to(value.dtype)).sum() for value, up in zip(result, upstream, strict=True)).backward()
+        rest = [] if some.bias is None else [some.bias.grad]
+        return list(result), [some.hidden.grad, (total - 1).to(dtype), *rest]
+
+    compare(call, case, backend, factor=2 + 2 * added)  # what is added to 1 has its digits
+    assert bool(slices) == (backend in ("triton", "cuda"))  # on a CPU, the others are no faster so
+    assert [entries.start for entries in slices[1:]] == [entries.stop for entries in slices[:-1]]
 
 
 def test_non_contiguous_inputs(backend, device):

@@ -17,7 +17,7 @@ from exgrpo.kernels.chunks import products
 from .conftest import DEVICE
 from .cuda_support import ON_GPU, emulate_backend
 from .support import INTERPRETING, coarsen, compare, error, fewer_interpreted, make_case, make_tokens, relative_error
-from .test_memory import PeakMemory
+from .test_memory import PeakMemory, outside
 
 
 class Path(NamedTuple):
@@ -39,6 +39,7 @@ if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
     from exgrpo.kernels.cuda_chunks.binding import Call
     from exgrpo.kernels.triton_chunks import fused_product, launch, triton_passes
+    from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
 MM, ADDMM = torch.mm, torch.addmm
 fused_only = pytest.mark.parametrize(
@@ -256,6 +257,31 @@ def test_a_bound_that_the_backward_cannot_meet_is_refused_before_the_forward(pat
     with pytest.raises(ValueError, match=f"needs {least} bytes at least"):
         case.log_prob(backend=path.backend, memory=least - 1)
     case.log_prob(backend=path.backend, memory=least).log_prob.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="what a GPU's own products allocate is not seen here")
+@fused_only
+@pytest.mark.parametrize("added", [False, True])
+def test_one_chunk_has_the_bytes_of_the_sum_that_it_does_not_need(added, path, dtype, device, monkeypatch):
+    """The bound is on the peak: the gradient of the weight that is written once has no fp32 sum in bf16."""
+    hide_interpreter(monkeypatch)
+    monkeypatch.setenv("EXGRPO_SELF_TEST", "0")
+    chunks, forward = [], FusedTritonPasses.chunk_forward
+    monkeypatch.setattr(
+        FusedTritonPasses, "chunk_forward", lambda self, chunk, **more: chunks.append(0) or forward(self, chunk, **more)
+    )
+    case = make_case(132, 128, 150, dtype, device, ignored=False)
+    more = {"clip": None, "backend": path.backend}
+    if added:
+        more["weight_grad"] = torch.zeros(150, 128)
+    old, advantage = torch.full((132,), -8.0), torch.ones(132)
+    with pytest.raises(ValueError, match="memory") as raised:
+        case.policy_loss(old, advantage, memory=1, **more)
+    memory = int(re.search(r"needs (\d+)", str(raised.value))[1])
+    with PeakMemory() as peak:
+        case.policy_loss(old, advantage, memory=memory, **more).loss.backward()
+    assert len(chunks) == (2 if added or dtype == torch.float16 else 1)
+    assert peak.peak <= memory + outside(case)
 
 
 @fused_only

@@ -31,6 +31,7 @@ from exgrpo.kernels.triton_chunks.row_kernels import (
     listed_largest_kernel,
     statistics_kernel,
 )
+from exgrpo.kernels.triton_chunks.triton_fused import ENTROPY_BLOCKS
 
 from .compiling import architectures, assert_runs_well, assert_shows_nan, compile_kernel, name
 
@@ -52,7 +53,7 @@ ROWS = [
     (gradient_kernel, "fp32", "bf16", "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
     (gradient_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False}),
     (listed_largest_kernel, "fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}),
-    (entropy_kernel, "fp32", "bf16", None, {}),
+    (entropy_kernel, "fp32", "bf16", None, {"BLOCKS": ENTROPY_BLOCKS}),
 ]
 
 
@@ -76,6 +77,7 @@ def test_rows(architecture, kernel, logits, out, bias, switches, aligned):
         assert_shows_nan(machine)
 
 
+GRADIENT = ("at_target", "intercepts", "slopes")
 PRODUCT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 FLOATS = {"hidden": "bf16", "weight": "bf16", "target": "i64", "listed": "i32"}
 NUMBERS = ("rows", "vocabulary", "width", "vocabulary_stride", "out_stride")
@@ -103,21 +105,25 @@ def compiled_product(architecture, kernel, tile, constants, **dtypes):
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
-    ("bias", "capped", "out", "again"),
+    ("bias", "capped", "out", "again", "known"),
     [
-        (None, False, None, False),
-        (None, False, "bf16", False),
-        (None, False, "fp16", False),
-        ("bf16", True, "bf16", False),
-        ("bf16", True, "fp32", False),
-        ("fp32", True, "bf16", True),
+        (None, False, None, False, ()),
+        (None, False, "bf16", False, ()),
+        (None, False, "fp16", False, ()),
+        ("bf16", True, "bf16", False, ()),
+        ("bf16", True, "fp32", False, ()),
+        ("fp32", True, "bf16", True, ()),
+        (None, False, "bf16", False, GRADIENT[:1]),
+        ("bf16", False, "bf16", False, GRADIENT),
     ],
 )
-def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, capped, out, again):
-    """With temperatures; ``again``: rows with new anchors, few, are read through pointers."""
+def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, capped, out, again, known):
+    """With temperatures; ``again``: rows with new anchors, few, are read through pointers; ``known``: numbers of the
+    gradient of the logits, in the place of sums."""
     tile, trait = product_tile(architecture, bias), traits(architecture)
     described = trait.described and not again
     dtypes = {"bias": bias, "out": out, "softcap": "fp32" if capped else None}
+    dtypes |= dict.fromkeys(set(GRADIENT) - set(known))
     if described:
         operand = "fp16" if out == "fp16" else "bf16"
         dtypes["hidden"] = f"tensordesc<{operand}[{tile.rows},{tile.depth}]>"
@@ -127,6 +133,8 @@ def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, cap
         tile = half_tile(tile)
     else:
         dtypes["listed"] = None
+    if known:
+        dtypes |= {"rests": None, "moments": None}
     constants = {"DESCRIBED": described, "OVERLAPPED": described and trait.overlapped, "PARTS": trait.parts}
     constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
     machine = compiled_product(architecture, exponentials_kernel, tile, constants, **dtypes)

@@ -1,6 +1,8 @@
 """The tokens of a call in chunks, and the sums of their gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from exgrpo.kernels import checks
 from exgrpo.kernels.chunks import chunking
-from exgrpo.kernels.chunks.products import LogitGradient, Products
-from exgrpo.kernels.inputs import LEFT_OUT, AllowedIds, Gradients, Head, Needed, compute_dtype
+from exgrpo.kernels.chunks.products import LogitGradient, MatrixGradient, Products
+from exgrpo.kernels.inputs import LEFT_OUT, AllowedIds, Gradients, Head, Needed, VocabShard, compute_dtype
 
 
 class Targets(NamedTuple):
@@ -68,7 +70,7 @@ class ChunkedHead:
     a sort of T small numbers; tokens that were multiplied for nothing would cost more.
     """
 
-    def __init__(self, head: Head, active: Tensor | None = None) -> None:
+    def __init__(self, head: Head, active: Tensor | None = None, spare: int = 0) -> None:
         self.head = head
         self.options = head.options
         self.shard = head.options.shard
@@ -77,6 +79,10 @@ class ChunkedHead:
         """Positions of the walk's tokens (None: all, in order), how many they are, and how many have a gradient."""
         number = torch.arange(self.count, device=head.target.device)
         self.target = Targets(*self.shard.locate(self.of_tokens(head.target).unsqueeze(1)), number)
+        self.spare = spare
+        """Bytes that a chunk may have in addition if it is the only one: the gradient of the weight needs no sum."""
+        self.at_once: int | None = None
+        """Tokens of a chunk, of a `part`: it decides that; None: the memory of the call."""
 
     @cached_property
     def products(self) -> Products:
@@ -99,6 +105,21 @@ class ChunkedHead:
                 self.target.select(rows),
                 self.temperature(rows),
             )
+
+    def part(self, entries: slice) -> "ChunkedHead":
+        """Return a walk through the active tokens at once, whose head has some entries of the weight alone.
+
+        It is for gradients from known statistics: ranks have nothing to add up then.
+        """
+        part, weight = copy(self), self.products.weight[entries]
+        shard = VocabShard(len(weight), self.shard.offset + entries.start, self.shard.vocabulary, len(weight))
+        bias = None if self.head.bias is None else self.head.bias[entries]
+        options = replace(self.options, shard=shard)
+        part.head = self.head._replace(weight=weight, bias=bias, options=options)
+        part.options, part.shard, part.at_once = options, shard, self.active
+        part.products = Products(part.head.weight, options.operand, options.memory)
+        part.target = Targets(*shard.locate(self.of_tokens(self.head.target).unsqueeze(1)), self.target.number)
+        return part
 
     def temperature(self, rows: slice = slice(None)) -> Tensor | None:
         """Return the temperatures of some tokens of the walk."""
@@ -163,6 +184,28 @@ class GradientSums:
             gradient.add_weight_gradient(chunk.hidden, factor, self.weight, fresh=self._is_fresh)
         if self.bias is not None:
             gradient.add_bias_gradient(scale, self.bias)
+        self.begun = True
+
+    def add_slices(self, chunk: Chunk, scale: Tensor, slices: Iterable[tuple[slice, MatrixGradient]]) -> None:
+        """Add the gradients of a chunk that is all active tokens, from slices of the vocabulary; see `add`."""
+        factor, order = scale.unsqueeze(1), self.head.order
+        total = self.hidden
+        if total is not None and order is not None:
+            total = total.new_zeros(len(factor), total.shape[1])
+        scaled = self.head.products.scaled(chunk.hidden, factor)
+        for entries, gradient in slices:
+            if total is not None:
+                gradient.products.add_hidden_gradient(gradient.values, total)
+            if self.weight is not None:
+                fresh = self.weight is not self.given
+                gradient.products.add_product(gradient.values.t(), scaled, self.weight[entries], fresh=fresh)
+            if self.bias is not None:
+                gradient.add_bias_gradient(scale, self.bias[entries])
+            del gradient  # the next one takes its memory
+        if total is not None:
+            total.mul_(factor)
+        if self.hidden is not None and total is not None and order is not None:
+            self.hidden[order[: len(total)]] = total
         self.begun = True
 
     def finish(self) -> Gradients:

@@ -1,5 +1,6 @@
 """Protocols of a backend: the passes over the logits of a chunk, and the small operations around the head."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
@@ -7,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from exgrpo.kernels.chunks import softmax
+from exgrpo.kernels.chunks import chunking, softmax
+from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.products import LogitGradient
+from exgrpo.kernels.chunks.products import LogitGradient, row_cost
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import LogProb, PolicyTokens, ScoredTokens, Surrogate
 from exgrpo.kernels.objective import TokenObjective
@@ -36,6 +38,12 @@ class Passes(Protocol):
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
         """Return the tokens of a chunk at most: as many as the memory of the call allows."""
+
+    def slice_columns(self) -> int:
+        """Return the entries of the vocabulary that all active rows may meet at once; 0: none.
+
+        `chunk_gradient` returns a `MatrixGradient` then.
+        """
 
     def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         """Return the sums of each row over the whole vocabulary, and what `chunk_gradient` needs if it follows."""
@@ -86,10 +94,33 @@ class Backend(Protocol):
         """Return the mean of the counted values of each segment."""
 
 
+def columns_within(head: ChunkedHead, memory: int, cost: Callable[[int], Cost]) -> int:
+    """Entries of the vocabulary, whole tiles, that all active rows of a walk meet at once in so many bytes; 0: none.
+
+    ``cost`` returns that of a walk through chunks of rows over so many entries. All rows have their hidden states
+    scaled; gathered, too, with their gradient, where they are some of the tokens; and in the slower products a part
+    of that.
+    """
+    operand, width, tile = head.options.operand, head.head.weight.shape[1], chunking.TILE_COLUMNS
+    some, narrow, wide = head.order is not None, operand.itemsize, head.dtype.itemsize
+    row = narrow * (1 + (some or head.head.hidden.dtype != operand)) + wide * (some + (not head.products.mixed))
+    row = width * row - row_cost(operand, width, 0)
+    fixed = cost(head.shard.largest).fixed + chunking.TOKEN_BYTES * head.head.target.numel()
+
+    def bytes_of(tiles: int) -> int:
+        found = cost(tile * tiles)
+        return fixed + (found.row + row) * head.active + sum(min(n, memory // chunking.SHARE) for n in found.scratch)
+
+    return tile * bisect_right(range(1, head.shard.size // tile + 1), memory, key=bytes_of)
+
+
 class ByFormulas:
     """The passes that read no logits, by the functions `finished` and `policy_rows` of a module."""
 
     formulas: ModuleType = softmax
+
+    def slice_columns(self) -> int:
+        return 0
 
     def finished(self, sums: Sums) -> tuple[Statistics, LogProb]:
         return self.formulas.finished(sums)

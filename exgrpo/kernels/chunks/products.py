@@ -154,6 +154,17 @@ class Products:
             return grad_logits.new_zeros(grad_logits.shape[0], self.weight.shape[1], dtype=self.compute)
         return total
 
+    def add_hidden_gradient(self, grad_logits: Tensor, total: Tensor) -> None:
+        """Add `hidden_gradient` to ``total`` [rows, D]."""
+        if self.mixed:
+            torch.addmm(total, grad_logits, self.weight, out_dtype=torch.float32, out=total)
+        else:
+            total.add_(self.hidden_gradient(grad_logits))
+
+    def scaled(self, hidden: Tensor, factor: Tensor) -> Tensor:
+        """factor [rows, 1], in the compute dtype, * hidden [rows, D], rounded already; `mixed` rounded once more."""
+        return torch.mul(hidden, factor, out=torch.empty_like(hidden)) if self.mixed else torch.mul(hidden, factor)
+
     def add_weight_gradient(
         self, grad_logits: Tensor, hidden: Tensor, factor: Tensor, total: Tensor, *, fresh: bool
     ) -> None:
@@ -162,13 +173,15 @@ class Products:
         factor is [rows, 1] in the compute dtype, hidden [rows, D] rounded already, ``total`` in the compute dtype; or
         in `written_once`, and then fresh.
         """
+        self.add_product(grad_logits.t(), self.scaled(hidden, factor), total, fresh=fresh)
+
+    def add_product(self, columns: Tensor, scaled: Tensor, total: Tensor, *, fresh: bool) -> None:
+        """Add columns [V, rows] @ `scaled` hidden states to ``total``; see `add_weight_gradient`."""
         beta = 0.0 if fresh else 1.0  # with 0 what stands in ``total`` is not even read
         if not self.mixed:
             with self.precision:
-                total.addmm_(grad_logits.t(), torch.mul(hidden, factor), beta=beta)
-            return
-        columns, scaled = grad_logits.t(), torch.mul(hidden, factor, out=torch.empty_like(hidden))
-        if total.dtype == self.operand:
+                total.addmm_(columns, scaled, beta=beta)
+        elif total.dtype == self.operand:
             torch.mm(columns, scaled, out=total)
         else:
             torch.addmm(total, columns, scaled, out_dtype=torch.float32, beta=beta, out=total)

@@ -1,21 +1,23 @@
 """The two walks through the tokens, chunk by chunk: log-probabilities with their backward, and the policy loss.
 
-The backward of the log-probabilities recomputes each chunk's logits. The policy loss has logits, loss and both gradient
-products of a chunk before the next one begins: the normaliser and the advantages are known beforehand, so a token's
-coefficient is known as soon as its log-probability is. That is three products over tokens, width and vocabulary, where
-recomputing the logits takes four.
+The backward of the log-probabilities recomputes the logits of each chunk; or, since it knows the sums over rows, those
+of all tokens with a slice of the vocabulary, whose gradient is complete then. The policy loss has logits, loss and both
+gradient products of a chunk before the next one begins: the normaliser and the advantages are known beforehand, so a
+token's coefficient is known as soon as its log-probability is. That is three products over tokens, width and
+vocabulary, where recomputing the logits takes four.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead, GradientSums, compact, order_of, packing, positions
 from exgrpo.kernels.chunks.passes import Backend, Held, Passes, PassesOf
-from exgrpo.kernels.chunks.products import unit_of
+from exgrpo.kernels.chunks.products import MatrixGradient, unit_of
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums, Upstream, row_factors
 from exgrpo.kernels.inputs import (
     LEFT_OUT,
@@ -26,6 +28,7 @@ from exgrpo.kernels.inputs import (
     Needed,
     PolicyTerms,
     PolicyTokens,
+    compute_dtype,
     mapped,
 )
 from exgrpo.kernels.objective import sum_rows
@@ -38,15 +41,17 @@ class Part(NamedTuple):
     passes_of: PassesOf
 
 
-def parts_of(head: Head, backend: Backend, active: Tensor | None) -> list[Part]:
+def parts_of(head: Head, backend: Backend, active: Tensor | None, spare: int = 0) -> list[Part]:
     """Split the tokens of a call by how they are computed; ``active`` [T] bool have a gradient, None: all.
+
+    ``spare``: see `ChunkedHead`.
 
     Where a set of allowed tokens is a small part of the vocabulary, only pairs of a token and an id of its
     set are multiplied. Where it is a large part, or where there is none, a product of matrices is faster.
     """
     options = head.options
     if options.allowed_tokens is None:
-        return [Part(ChunkedHead(head, active), backend.passes_of)]
+        return [Part(ChunkedHead(head, active, spare), backend.passes_of)]
     sizes = options.allowed_tokens.offsets.diff()
     taking = head.target != LEFT_OUT
     if options.counts is not None:
@@ -112,12 +117,46 @@ def log_prob_backward(
         upstream = upstream.times(unit)
         factors = row_factors(walk.temperature(), head.options.softcap, statistics, upstream)
         most = passes.chunk_rows(gradient_follows=True)
-        sums.enter(walk, passes.written_once, once=len(parts) == 1 and walk.active <= most)
+        columns = slice_columns(walk, passes, most) if needed.weight and len(parts) == 1 else 0
+        sums.enter(walk, passes.written_once, once=len(parts) == 1 and (columns > 0 or walk.active <= most))
+        if columns:
+            (chunk,) = walk.chunks(0, walk.active, walk.active, passes.tile)
+            own, own_factors = _some(statistics, chunk.rows), _some(factors, chunk.rows)
+            del passes
+            sums.add_slices(chunk, own_factors.scale, _slices(walk, passes_of, columns, chunk, own, own_factors))
+            continue
         for chunk in walk.chunks(0, walk.active, most, passes.tile):
             own, own_factors = _some(statistics, chunk.rows), _some(factors, chunk.rows)
             gradient = passes.chunk_gradient(chunk, None, own, own_factors)
             sums.add(chunk, chunk.rows, gradient, own_factors.scale)
     return sums.finish()
+
+
+def slice_columns(walk: ChunkedHead, passes: Passes, most: int) -> int:
+    """Entries of the vocabulary of a slice, 0 if chunks of ``most`` tokens are as good.
+
+    Each chunk reads all of the weight and its gradient anew, each slice all tokens and theirs.
+    """
+    size, columns = walk.shard.size, 0 if walk.active <= most else passes.slice_columns()
+    if not columns:
+        return 0
+    chunks, slices = -(-walk.active // most), -(-size // columns)
+    equal = -(-size // slices // chunking.TILE_COLUMNS) * chunking.TILE_COLUMNS
+    return min(columns, equal) if slices * walk.active < chunks * size else 0
+
+
+def _slices(
+    walk: ChunkedHead, passes_of: PassesOf, columns: int, chunk: Chunk, statistics: Statistics, factors: Factors
+) -> Iterator[tuple[slice, MatrixGradient]]:
+    """Gradients of a chunk's raw products, a slice of the vocabulary at a time; the first one is the largest."""
+    for start in range(0, walk.shard.size, columns):
+        entries = slice(start, min(start + columns, walk.shard.size))
+        part = walk.part(entries)
+        own = chunk._replace(target=part.target.select(chunk.rows))
+        gradient = passes_of(part).chunk_gradient(own, None, statistics, factors)
+        assert isinstance(gradient, MatrixGradient)
+        yield entries, gradient
+        del gradient  # the next one takes its memory
 
 
 def policy_loss_forward(
@@ -126,7 +165,10 @@ def policy_loss_forward(
     """The loss, log-probability, entropy, ratio and clipped [4, T], and the gradients; see `log_prob_backward`."""
     everywhere = bool(terms.entropy_coef)
     active = None if everywhere else terms.tokens.advantage != 0
-    parts = parts_of(head, backend, active)
+    # The parts of a weight may differ by rank, and chunks may not.
+    alone = needed.weight and weight_grad is None and not head.options.shard.group_name
+    summed = head.weight.numel() * compute_dtype(head.options.operand).itemsize
+    parts = parts_of(head, backend, active, summed if alone else 0)
     normalizer = terms.normalizer
     if normalizer is None:
         count = sum(part.walk.count for part in parts)

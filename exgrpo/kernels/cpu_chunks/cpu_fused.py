@@ -76,12 +76,12 @@ class FusedCpuPasses(CpuPasses):
         if memory is None:
             rows = chunking.chunk_rows(shard.largest, torch.bfloat16, self.head.head.weight.device)
         else:
-            rows = chunking.rows_within(memory, self.head.head.target.numel(), self.cost())
+            rows = chunking.rows_within(memory, self.head.head.target.numel(), self.cost(shard.largest))
         return min(rows, MOST_ROWS)
 
-    def cost(self) -> Cost:
+    def cost(self, columns: int) -> Cost:
         """Return the bytes of a walk with these passes: a matrix of exponentials, and a bias in fp32."""
-        products, columns = self.products.cost(self.head.shard.largest), self.head.shard.largest
+        products = self.products.cost(columns)
         row = products.row + _row_stride(columns) * torch.bfloat16.itemsize + chunking.ROW_BYTES
         return Cost(products.fixed + 4 * columns, row, products.scratch)
 

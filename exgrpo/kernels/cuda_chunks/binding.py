@@ -27,6 +27,9 @@ class ProductArguments(ctypes.Structure):
         ("temperature", c_void_p),
         ("rests", c_void_p),
         ("moments", c_void_p),
+        ("at_target", c_void_p),
+        ("intercept", c_void_p),
+        ("slope", c_void_p),
     )
 
 

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.cuda_chunks.binding import Call, ProductArguments
-from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Operands, aligned, partial_bytes
+from exgrpo.kernels.triton_chunks.fused_product import (
+    AnchoredRows,
+    FusedProduct,
+    GradientRows,
+    Operands,
+    aligned,
+    partial_bytes,
+)
 from exgrpo.kernels.triton_chunks.launch import Tile
 from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
@@ -26,6 +33,9 @@ class FusedCudaProduct(FusedProduct):
         assert listed is None
         product_call(self.operands, rows, out, self.partial).launch(self.operands.hidden.device)
 
+    def gradient(self, rows: AnchoredRows, known: GradientRows, out: Tensor) -> None:
+        product_call(self.operands, rows, out, None, known).launch(self.operands.hidden.device)
+
     def again(self) -> FusedProduct:
         return FusedProduct(self.operands, None, self._triton_tile)
 
@@ -33,10 +43,10 @@ class FusedCudaProduct(FusedProduct):
 class FusedCudaPasses(FusedTritonPasses):
     """`FusedTritonPasses` around this product where it can be, around the Triton kernels elsewhere."""
 
-    def cost(self, gradient_follows: bool) -> Cost:
+    def cost(self, vocabulary: int, gradient_follows: bool = True) -> Cost:
         # The tiles of both products leave sums.
-        cost = super().cost(gradient_follows)
-        return cost._replace(row=cost.row + partial_bytes(self.head.shard.largest, TILE_COLUMNS))
+        cost = super().cost(vocabulary, gradient_follows)
+        return cost._replace(row=cost.row + partial_bytes(vocabulary, TILE_COLUMNS))
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
         if self.softcap is None and fits(operands, out):
@@ -50,15 +60,22 @@ def fits(operands: Operands, out: Tensor | None) -> bool:
     return all(matrix.dtype == torch.bfloat16 and aligned(matrix) for matrix in matrices)
 
 
-def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, partial: Tensor) -> Call:
-    """The call that writes exp(d), 0 at the target, to ``out`` and the sums of column tiles to ``partial``.
+def product_call(
+    operands: Operands,
+    rows: AnchoredRows,
+    out: Tensor | None,
+    partial: Tensor | None,
+    known: GradientRows | None = None,
+) -> Call:
+    """The call that writes exp(d), 0 at the target, to ``out`` and the sums of column tiles to ``partial``; or F.
 
     Args:
         operands: hidden states and weight in bf16, like ``out`` with unit inner stride; 16 bytes divide their
             addresses and their row strides.
         rows: the n rows of the operands.
         out: [n, V] bf16; None: forward only.
-        partial: [2, column tiles, n] fp32.
+        partial: [2, column tiles, n] fp32; None: F is written.
+        known: of the n rows, contiguous; None: exp(d) is written.
     """
     hidden, weight, bias = operands
     target, anchor, temperature = rows
@@ -75,7 +92,9 @@ def product_call(operands: Operands, rows: AnchoredRows, out: Tensor | None, par
         target=target,
         anchor=anchor.contiguous(),
         temperature=None if temperature is None else temperature.contiguous(),
-        rests=partial[0],
-        moments=partial[1],
+        rests=None if partial is None else partial[0],
+        moments=None if partial is None else partial[1],
     )
+    if known is not None:
+        call.set(**known._asdict())
     return call

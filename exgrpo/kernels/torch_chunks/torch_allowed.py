@@ -233,6 +233,9 @@ def extent(walk: ChunkedHead) -> tuple[int, int]:
 class MaskedPasses(TorchPasses):
     """The passes over rows whose sets are large: all logits, -inf beside the set."""
 
+    def slice_columns(self) -> int:
+        return 0  # the host goes through the sets of each chunk
+
     def logits(self, chunk: Chunk) -> Tensor:
         logits = super().logits(chunk)
         (ids, offsets), shard = self.head.sets, self.head.shard

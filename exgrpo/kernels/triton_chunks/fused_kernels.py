@@ -134,6 +134,17 @@ def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
 
 
 @triton.jit
+def _gradients(x, bias, column, valid, y, anchor, scale, at_target, intercept, slope, softcap):
+    """F: exp(d) times what is linear in d, at the target its own value; 0 where not valid."""
+    z = _logits(x, bias, column, valid, softcap)
+    d = tl.maximum((z - anchor[:, None]) * scale[:, None], UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
+    f = tl.exp2(d)
+    if slope is not None:
+        f *= intercept[:, None] + slope[:, None] * d
+    return tl.where(column[None, :] == y[:, None], at_target[:, None], tl.where(valid[None, :], f, 0.0))
+
+
+@triton.jit
 def _is_far(merged, row, rows, limit):
     """True if S of a row is beyond the limit, overflown, or NaN."""
     return ~(tl.load(merged + row, mask=row < rows, other=0.0) <= limit)
@@ -238,6 +249,9 @@ def exponentials_kernel(
     out,  # [rows, V], receives exp(d) times the slope of the cap; may be None
     rests,  # [column tiles, rows], result: S over the tile's columns
     moments,  # [column tiles, rows], result: M over the tile's columns
+    at_target,  # [rows], F at the target: ``out`` receives F, and there are no sums; None: exp(d), as above
+    intercepts,  # [rows], c - h U; None, as slopes: 1 and 0
+    slopes,  # [rows], h
     softcap,
     rows,
     vocabulary,  # V
@@ -252,7 +266,7 @@ def exponentials_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """exp(d) and its sums; each program goes through tiles until there are no more."""
+    """exp(d) and its sums, or F; each program goes through tiles until there are no more."""
     row_tiles = tl.cdiv(rows if listed is None else tl.load(listed + rows), ROWS)
     tiles = row_tiles * tl.cdiv(vocabulary, COLUMNS)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=OVERLAPPED):
@@ -266,6 +280,9 @@ def exponentials_kernel(
         # fmt: on
         taken = row < rows
         y, anchor, scale = _row_values(target, anchors, temperature, row, taken)
+        value = None if at_target is None else tl.load(at_target + row, mask=taken, other=0.0)
+        intercept = None if slopes is None else tl.load(intercepts + row, mask=taken, other=0.0)
+        slope = None if slopes is None else tl.load(slopes + row, mask=taken, other=0.0) * LN_2
         rest = tl.zeros([ROWS], tl.float32)
         moment = tl.zeros([ROWS], tl.float32)
         parts = (x,) if PARTS == 1 else x.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
@@ -273,17 +290,21 @@ def exponentials_kernel(
             first = column_tile * COLUMNS + part * (COLUMNS // PARTS)
             column = first + tl.arange(0, COLUMNS // PARTS)
             valid = column < vocabulary
-            e, r, m = _exponentials(parts[part], bias, column, valid, y, anchor, scale, softcap)
-            rest += r
-            moment += m
+            if at_target is None:
+                e, r, m = _exponentials(parts[part], bias, column, valid, y, anchor, scale, softcap)
+                rest += r
+                moment += m
+            else:
+                e = _gradients(parts[part], bias, column, valid, y, anchor, scale, value, intercept, slope, softcap)
             if out is not None and DESCRIBED:
                 out.store([row_tile * ROWS, first], e.to(out.dtype))
             elif out is not None:
                 pointers = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
                 tl.store(pointers, e.to(out.dtype.element_ty), mask=taken[:, None] & valid[None, :])
-        partial = column_tile.to(tl.int64) * rows + row
-        tl.store(rests + partial, rest, mask=taken)
-        tl.store(moments + partial, moment * LN_2, mask=taken)
+        if at_target is None:
+            partial = column_tile.to(tl.int64) * rows + row
+            tl.store(rests + partial, rest, mask=taken)
+            tl.store(moments + partial, moment * LN_2, mask=taken)
 
 
 @triton.jit(do_not_specialize=["rows"])

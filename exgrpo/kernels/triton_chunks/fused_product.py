@@ -7,6 +7,7 @@ counted on the device, from their largest logit; where there are none, two empty
 """
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,17 @@ class AnchoredRows(NamedTuple):
     """[n] fp32, contiguous; None: 1."""
 
 
+class GradientRows(NamedTuple):
+    """Numbers of each row by which exp(d) becomes F = exp(d) (intercept + slope d), all [n] fp32."""
+
+    at_target: Tensor
+    """F at the target."""
+    intercept: Tensor | None
+    """c - h U; None, as ``slope``: 1 and 0."""
+    slope: Tensor | None
+    """h."""
+
+
 class FusedProduct:
     """hidden @ weight.T in tiles, and the sums of each tile for each of its rows."""
 
@@ -151,8 +163,12 @@ class FusedProduct:
         self.softcap, self.tile = softcap, tile
         self.traits = traits(architecture(hidden.device))
         self.column_tiles = triton.cdiv(weight.shape[0], tile.columns)
-        self.partial = torch.empty(2, self.column_tiles, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        """S and M of each tile."""
+
+    @cached_property
+    def partial(self) -> Tensor:
+        """S and M of each tile, [2, column tiles, n]."""
+        hidden = self.operands.hidden
+        return torch.empty(2, self.column_tiles, len(hidden), dtype=torch.float32, device=hidden.device)
 
     def target_logits(self, target: Tensor) -> Tensor:
         """z_y [n], -inf where it is not held."""
@@ -176,6 +192,15 @@ class FusedProduct:
 
     def exponentials(self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None) -> None:
         """Write exp(d) and the sums of all rows, or of the listed ones."""
+        self._epilogues(rows, out, listed, *self.partial, *3 * (None,))
+
+    def gradient(self, rows: AnchoredRows, known: GradientRows, out: Tensor) -> None:
+        """Write F of all rows, whose sums are known."""
+        self._epilogues(rows, out, None, None, None, *known)
+
+    def _epilogues(
+        self, rows: AnchoredRows, out: Tensor | None, listed: Tensor | None, *results: Tensor | None
+    ) -> None:
         described = listed is None and self.describable(out)
         usual = described or (listed is None and not self.traits.described)
         tile = self.tile if usual else half_tile(self.tile)
@@ -195,7 +220,7 @@ class FusedProduct:
             *rows,
             listed,
             written,
-            *self.partial,
+            *results,
             out_stride=0 if out is None else out.stride(0),
             DESCRIBED=described,
             OVERLAPPED=described and self.traits.overlapped,

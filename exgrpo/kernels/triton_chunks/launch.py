@@ -52,9 +52,9 @@ class LaunchPlan:
 
     Attributes:
         fused: logits are formed by the product whose epilogue is the softmax, else by the library's.
-        memory: bytes that a call may allocate besides its inputs, its outputs and the gradients, if it has no bound. It
-            decides how many tokens a chunk has. The gradient of the weight, [V, D] in float32, is read and written once
-            per chunk, so few chunks matter.
+        memory: bytes that a call may allocate besides its inputs, its outputs and the gradients with their sums, if it
+            has no bound. It decides how many tokens a chunk has. The gradient of the weight, [V, D] in float32, is read
+            and written once per chunk, so few chunks matter; one chunk alone has no such sum, and may take its bytes.
         rows: launch of the row kernels.
         tile: launch of the fused product.
     """

@@ -196,8 +196,9 @@ def entropy_kernel(
     vocabulary,
     stride,  # between rows of the matrix
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a row, for each program
 ):
-    """F of each row from its exponentials, exp(d_v) (c + h (d_v - U)): d is their logarithm.
+    """F of each row from its exponentials, exp(d_v) (c + h (d_v - U)): d is their logarithm. Programs: rows, parts.
 
     Rounded to bf16 exp(d) is d to 2^-9, a part in a thousand of the d - U it stands in: no more than F is rounded by.
     """
@@ -208,8 +209,8 @@ def entropy_kernel(
     value_at_target = tl.load(at_target + row)
     c = tl.load(upstream_log_prob + row)
     h = tl.load(upstream_entropy + row)
-    for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    for block in range(BLOCKS):
+        columns = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         valid = columns < vocabulary
         e = tl.load(matrix + columns, mask=valid, other=0.0).to(tl.float32)
         d = tl.maximum(tl.log(e), UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)

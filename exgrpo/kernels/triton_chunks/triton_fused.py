@@ -3,15 +3,27 @@
 from functools import cached_property
 
 import torch
+import triton
 from torch import Tensor
 
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk
 from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import Factors, Statistics, Sums
-from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, FusedProduct, Operands, fused_sums, partial_bytes
+from exgrpo.kernels.triton_chunks.fused_product import (
+    AnchoredRows,
+    FusedProduct,
+    GradientRows,
+    Operands,
+    fused_sums,
+    partial_bytes,
+)
 from exgrpo.kernels.triton_chunks.row_kernels import entropy_kernel
 from exgrpo.kernels.triton_chunks.triton_passes import Matrices, TritonPasses, aligned_columns
+
+ENTROPY_BLOCKS = 2
+"""Blocks of a row that a program of `entropy_kernel` reads: many short programs keep more loads in flight than few long
+ones. Not yet timed on a GPU."""
 
 
 class FusedTritonPasses(TritonPasses):
@@ -32,9 +44,9 @@ class FusedTritonPasses(TritonPasses):
     def _operands(self, chunk: Chunk) -> Operands:
         return Operands(chunk.hidden.contiguous(), self.products.weight, self.bias)
 
-    def cost(self, gradient_follows: bool) -> Cost:
+    def cost(self, vocabulary: int, gradient_follows: bool = True) -> Cost:
         # Exponentials instead of products, and the sums of tiles.
-        cost, vocabulary = super().cost(gradient_follows), self.head.shard.largest
+        cost = super().cost(vocabulary, gradient_follows)
         row = cost.row + partial_bytes(vocabulary, self.plan.tile.columns)
         # Where the exponentials are narrow, they are what `Products` would round; a forward alone has none.
         if self.products.mixed or not gradient_follows:
@@ -52,26 +64,34 @@ class FusedTritonPasses(TritonPasses):
     ) -> MatrixGradient:
         if held is not None and held.gradient is not None:
             return self.products.gradient(held.gradient)
-        matrix = None if held is None else held.matrix
-        if matrix is None:
-            rows = AnchoredRows(chunk.target.local(), statistics.anchor.contiguous(), chunk.temperature)
-            matrix = self.buffer[: len(chunk.hidden)]
-            self.product(self._operands(chunk), matrix).exponentials(rows, matrix, None)
         upstream = factors.upstream
-        if upstream is None or upstream.entropy is None:
-            chunk.target.put(factors.at_target.to(matrix.dtype), matrix)
-        elif matrix.shape[1]:
+        at_target = factors.at_target.contiguous()
+        if held is None or held.matrix is None:
+            rows = AnchoredRows(chunk.target.local(), statistics.anchor.contiguous(), chunk.temperature)
+            known = GradientRows(at_target, None, None)
+            if upstream is not None and upstream.entropy is not None:
+                intercept = torch.addcmul(upstream.log_prob, upstream.entropy, statistics.mean, value=-1)
+                known = GradientRows(at_target, intercept, upstream.entropy.contiguous())
+            matrix = self.buffer[: len(chunk.hidden)]
+            self.product(self._operands(chunk), matrix).gradient(rows, known, matrix)
+            return self.products.gradient(matrix)
+        matrix = held.matrix
+        assert upstream is not None  # `policy` completes what needs no pass
+        assert upstream.entropy is not None
+        if matrix.shape[1]:
+            columns = ENTROPY_BLOCKS * self.plan.rows.block
             with torch.cuda.device_of(matrix):
-                entropy_kernel[(matrix.shape[0],)](
+                entropy_kernel[(matrix.shape[0], triton.cdiv(matrix.shape[1], columns))](
                     matrix,
                     chunk.target.local(),
                     statistics.mean.contiguous(),
-                    factors.at_target.contiguous(),
+                    at_target,
                     upstream.log_prob.contiguous(),
                     upstream.entropy.contiguous(),
                     matrix.shape[1],
                     matrix.stride(0),
                     BLOCK=self.plan.rows.block,
+                    BLOCKS=ENTROPY_BLOCKS,
                     num_warps=self.plan.rows.warps,
                 )
         return self.products.gradient(matrix)

@@ -11,7 +11,7 @@ from exgrpo.kernels import backend_choice
 from exgrpo.kernels.chunks import chunking
 from exgrpo.kernels.chunks.chunking import Cost
 from exgrpo.kernels.chunks.head import Chunk, ChunkedHead
-from exgrpo.kernels.chunks.passes import ByFormulas
+from exgrpo.kernels.chunks.passes import ByFormulas, columns_within
 from exgrpo.kernels.chunks.products import MatrixGradient
 from exgrpo.kernels.chunks.softmax import Factors, PolicyRows, RowTerms, Statistics, Sums
 from exgrpo.kernels.inputs import PolicyTokens
@@ -44,17 +44,22 @@ def plan_of(head: ChunkedHead) -> LaunchPlan:
     return replace(chosen, fused=fused, tile=tile)
 
 
-def rows_of(plan: LaunchPlan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int) -> int:
+def rows_of(
+    plan: LaunchPlan, memory: int | None, tokens: int, width: int, cost: Cost, processors: int, spare: int = 0
+) -> int:
     """Tokens of a chunk: all, or whole tiles and whole waves of them.
 
     Args:
         memory: of the call; None: the plan's.
         processors: of the device.
+        spare: bytes in addition if there is one chunk.
     """
     least = chunking.TILE_ROWS
     given = plan.memory if memory is None else memory
     rows = chunking.rows_within(given, tokens, cost, least, strict=memory is not None)
-    return rows if rows >= tokens else chunking.full_waves(rows, width, processors)
+    if max(rows, chunking.rows_within(given + spare, tokens, cost, least, strict=False)) >= tokens:
+        return max(rows, tokens)
+    return chunking.full_waves(rows, width, processors)
 
 
 class Matrices(NamedTuple):
@@ -74,7 +79,8 @@ class TritonPasses(ByFormulas):
 
     formulas = triton_tokens
     tile = chunking.TILE_ROWS
-    block = None  # to know how many rows of a chunk have a gradient, the host would have to wait for the device
+    block: int | None = None
+    """To know how many rows of a chunk have a gradient, the host would have to wait for the device."""
 
     def __init__(self, head: ChunkedHead, chosen: LaunchPlan) -> None:
         self.head = head
@@ -103,16 +109,24 @@ class TritonPasses(ByFormulas):
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
         # A bound that is too small for the backward is refused before the forward, which may need less.
+        if self.head.at_once is not None:
+            return self.head.at_once
         weight, tokens, memory = self.head.head.weight, self.head.head.target.numel(), self.head.options.memory
+        vocabulary = self.head.shard.largest
         if memory is not None:
-            chunking.rows_within(memory, tokens, self.cost(gradient_follows=True), chunking.TILE_ROWS)
-        return rows_of(
-            self.plan, memory, tokens, weight.shape[1], self.cost(gradient_follows), multiprocessors(weight.device)
-        )
+            chunking.rows_within(memory, tokens, self.cost(vocabulary), chunking.TILE_ROWS)
+        cost = self.cost(vocabulary, gradient_follows)
+        # A gradient that one chunk writes rounded has no sum.
+        spare = self.head.spare if gradient_follows and self.written_once != self.head.dtype else 0
+        return rows_of(self.plan, memory, tokens, weight.shape[1], cost, multiprocessors(weight.device), spare)
 
-    def cost(self, gradient_follows: bool) -> Cost:
+    def slice_columns(self) -> int:
+        memory = self.head.options.memory
+        return columns_within(self.head, self.plan.memory if memory is None else memory, self.cost)
+
+    def cost(self, vocabulary: int, gradient_follows: bool = True) -> Cost:
         """Return the bytes of a walk with these passes: the raw products, and what `Products` rounds."""
-        vocabulary, bias = self.head.shard.largest, self.head.head.bias
+        bias = self.head.head.bias
         products = self.products.cost(vocabulary)
         fixed = products.fixed + (0 if bias is None else 8 * vocabulary)
         row = products.row + aligned_columns(vocabulary) * self.head.dtype.itemsize + chunking.ROW_BYTES

@@ -134,13 +134,18 @@ class ModelShape(ForwardFlops):
         else:
             step = min(tokens, chunking.chunk_rows(self.vocabulary, torch.float32, kind))
             chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
+        alone = 0  # one chunk writes the weight's gradient in 16 bits, and takes the bytes of its sum in fp32
+        if kind.type == "cuda" and item < FP32 and not frozen:
+            whole, weight = row * tokens * self.vocabulary, self.width * self.vocabulary
+            fits = whole <= (memory or chunking.GPU_MEMORY) + FP32 * weight
+            alone = whole + item * weight + FP32 * self.width * tokens if fits else 0
         gradients = self.width * (tokens if frozen else self.vocabulary + tokens)
         sums = FP32 * gradients
         per_token = 24 * FP32 * tokens  # inputs in fp32, statistics and results, places of targets
         tiles = 1 if frozen else 2  # of the weight, and of its gradient
         forward = self.vocabulary * chunk + tiles * chunking.TILE_BYTES + sums
         scaled = item * gradients if item < FP32 else 0
-        return per_token + max(forward, sums + scaled)
+        return per_token + max(forward, alone, sums + scaled)
 
 
 def shape_of(config: Any) -> ModelShape:
