@@ -34,8 +34,9 @@ class VllmEngine:
     """Continuous batching with a paged cache; answers to one prompt share its blocks.
 
     On CPUs the same call gives the same rollouts bit for bit: vLLM samples with the process's global generators, whose
-    state is swapped for its own and seeded per call, and no cached block outlives a call. On GPUs each answer has its
-    own generator. On CPUs the engine does not sleep.
+    state is swapped for its own and seeded per call, and no cached block outlives a call. On GPUs the noise of a token
+    depends on its answer's seed and its position alone; with vLLM's older runner it is drawn as on CPUs. On CPUs the
+    engine does not sleep.
 
     The process group must exist already: otherwise vLLM makes a world of one for the whole process. All ranks make
     their engines together, before any HfDeepSpeedConfig exists.
@@ -53,7 +54,6 @@ class VllmEngine:
         self.eos = sorted(set(settings.eos))
         self._vocabulary = settings.source.config.get_text_config().vocab_size
         vllm = import_vllm(world.device)
-        self._own_seeds = on_gpu
         self._guest = Guest(world.device)
         options = arguments(settings, world.device)
         try:
@@ -61,6 +61,7 @@ class VllmEngine:
                 self._llm = Llm(vllm, settings.source.path, options, settings.rollout.sleep_level if on_gpu else 0)
         except (ValueError, OSError, RuntimeError, AssertionError) as error:
             raise ConfigError(_explain(error, settings, options["kv_cache_memory_bytes"])) from error
+        self._own_seeds = on_gpu and self._llm.draws_by_seed
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
@@ -117,7 +118,8 @@ class VllmEngine:
             if sampling.log_prob
             else None,
             flat_logprobs=sampling.allowed_tokens,
-            # vLLM rewinds a request's generator after chunked prefill, which torch cannot do on CPUs.
+            # The older runner loops over requests with seeds for every token, and rewinds their generators after
+            # chunked prefill, which torch cannot do on CPUs.
             seed=derive_seed(request.seed, "sample", sample) if self._own_seeds else None,
         )
 

@@ -66,6 +66,11 @@ class Llm:
         self.weights_lost = self.weights_asleep = self._cache_asleep = False
         self._since = self._seconds = 0.0
 
+    @property
+    def draws_by_seed(self) -> bool:
+        """True if one kernel draws for all requests by their seeds, as in vLLM's second model runner."""
+        return bool(self.engine.vllm_config.use_v2_model_runner)
+
     def busy(self) -> bool:
         """True if there are unfinished requests."""
         return bool(self.engine.has_unfinished_requests())

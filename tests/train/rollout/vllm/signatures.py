@@ -31,6 +31,7 @@ PLACES = {
     "RequestOutputKind": "sampling_params.py:RequestOutputKind",
     "tokens_input": "inputs/engine.py:tokens_input",
     "set_current_vllm_config": "config/vllm.py:set_current_vllm_config",
+    "VllmConfig.use_v2_model_runner": "config/vllm.py:VllmConfig.use_v2_model_runner",
     "GPUModelRunner.reload_weights": "v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
     "GPUModelRunnerV2.reload_weights": "v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
     "InprocClient.shutdown": "v1/engine/core_client.py:InprocClient.shutdown",

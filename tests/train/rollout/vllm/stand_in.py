@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.train.rollout.vllm.signatures import signature
+from tests.train.rollout.vllm.signatures import recorded, signature
 
 GARBAGE = -1
 
@@ -29,7 +29,7 @@ class Module:
 
     def __init__(self, version):
         self.version, self.made, self.error, self.configured = version, None, None, False
-        self.emptied = False
+        self.emptied = self.older_runner = False
         fields = partial(checked, version)
         self.SamplingParams = fields("SamplingParams", lambda **given: SimpleNamespace(**given))
         self.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(CUMULATIVE="all", FINAL_ONLY="end"))
@@ -58,7 +58,9 @@ class StandIn:
     """LLM and LLMEngine: memory by tag as vLLM keeps it; its one weight is the token that it generates."""
 
     def __init__(self, module):
-        self.module, self.llm_engine, self.vllm_config = module, self, object()
+        self.module, self.llm_engine = module, self
+        assert "VllmConfig.use_v2_model_runner" in recorded()[module.version]
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=not module.older_runner)
         self.asleep = set()
         self.weight = 1
         self.saved = None

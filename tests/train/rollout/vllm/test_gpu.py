@@ -31,8 +31,9 @@ def module(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(module, "emptied", True))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: module.states.append(1))
-    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
-    module.states = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: module.seeds.append(seed))
+    module.states, module.seeds = [], []
     return module
 
 
@@ -159,6 +160,18 @@ def test_requests_have_seeds_of_their_own_and_steps_leave_the_random_state_alone
     assert len({*seeds}) == 30
     assert seeds[0] == seeds[1]
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_older_runner_has_a_generator_for_each_call_and_none_for_an_answer(module, opened):
+    module.older_runner = True
+    engine = opened(0)
+    for seed in (0, 1, 0):
+        asked = requests_for([PROMPT], [5], Sampling(1), [seed])
+        before = len(module.states)
+        list(engine.generate(asked))
+        assert len(module.states) - before >= 2 * 5  # the trainer's state and the engine's, around each step
+    assert {parameters.seed for parameters in module.made.parameters} == {None}
+    assert module.seeds[0] == module.seeds[2] != module.seeds[1]
 
 
 @pytest.mark.parametrize(
