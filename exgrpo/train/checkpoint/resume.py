@@ -35,7 +35,6 @@ CHANGEABLE = (
     "reward.max_failed",
     "rollout.servers",
     *PLANNED,
-    "rollout.sleep_level",
     "rollout.check_every",
 )
 

@@ -39,7 +39,10 @@ from exgrpo.train.config.rollout import (
 from exgrpo.train.config.section import Folder, Section, Sources, Text
 from exgrpo.train.config.sources import ColumnNames, SourceConfigs, settings_of
 
-PLANNED = ("policy.gradient_checkpointing", "optimizer.micro_batch_tokens", "rollout.kv_cache_gib")
+PLANNED = (
+    *("policy.gradient_checkpointing", "optimizer.micro_batch_tokens"),
+    *("rollout.kv_cache_gib", "rollout.sleep_level"),
+)
 """Options that are chosen at the start of a run on GPUs by their memory, if not set."""
 PROMPT_FORMAT = "{question}\n\nThink step by step, and put the final answer into \\boxed{{}}."
 """Prompt that makes any model answer in the form that the reward math_no_think reads."""

@@ -72,9 +72,10 @@ class RolloutConfig(CorrectionConfig):
     tensor_parallel: int = Field(
         1, ge=1, le=MOST_PROCESSES, description="vLLM: number of neighbouring ranks per engine."
     )
-    sleep_level: Literal[0, 1, 2] = Field(
-        2,
-        description="vLLM on GPUs, during updates: 1 moves its weights to CPU memory, 2 drops them, 0 keeps them.",
+    sleep_level: Literal[0, 1, 2] | None = Field(
+        None,
+        description="vLLM on GPUs, during updates: 1 moves its weights to CPU memory, 2 drops them, 0 keeps them and "
+        "the cache; None: 0 if the GPU has memory for all at once, else 2.",
     )
     servers: tuple[Annotated[str, AfterValidator(_address)], ...] = Field(
         (), description="vLLM servers that generate, http://host:port each."

@@ -1,7 +1,7 @@
 """Plan the GPU memory of a run at its start: choose options that are not set and that memory limits.
 
-These are activation checkpointing, the tokens of a pass, and the cache of vLLM in the process. The plan takes the
-fastest values that fit by the prediction of `exgrpo.train.run.memory`.
+These are activation checkpointing, the tokens of a pass, and of vLLM in the process the cache and if it sleeps. The
+plan takes the fastest values that fit by the prediction of `exgrpo.train.run.memory`.
 """
 
 import math
@@ -24,7 +24,7 @@ from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.vllm.engine import GIB, MOST_SEQUENCES, sequence_bytes
 from exgrpo.train.run.memory import MOMENTS, MemoryItem, answers_of_rank, engine_of, gpu_memory, peak, slots
 
-CHECKPOINTING, PASS, CACHE = PLANNED
+CHECKPOINTING, PASS, CACHE, SLEEP = PLANNED
 GENERATING, TRAINING = MOMENTS[:1], MOMENTS[1:]
 """Moments of the engine, which may sleep, and of the trainer."""
 ENOUGH_TOKENS = 8192
@@ -72,6 +72,7 @@ class MemoryPlan:
         cache = ""
         if engine_of(config) == "vllm":
             cache = f", a cache of {config.rollout.kv_cache_gib:g} GiB for {self.rows} answers at once"
+            cache += " in an engine that never sleeps" if _awake(config) else ""
         taken, there = peak(self.items, self.moment) / GIB, self.available / GIB
         return (
             f"memory plan: passes of {config.pass_tokens} tokens {how} activation checkpointing"
@@ -126,6 +127,10 @@ def make_plan(config: Config, shape: ModelShape, gpus: int, available: float) ->
         config = changed(config, best([*first, *(one | caches[-1] for one in passes)], MOMENTS))
     else:
         config = changed(config, best(passes, TRAINING) | best(caches, GENERATING))
+        if SLEEP in chosen:
+            awake = changed(config, best([{SLEEP: 0} | one for one in _shorter(passes, config)], MOMENTS))
+            fits = all(peak(gpu_memory(awake, shape, gpus), moment) <= available for moment in MOMENTS)
+            config = awake if fits else changed(config, {SLEEP: 2})
     rows = slots(config, shape, gpus, config.data.max_prompt_tokens)
     return MemoryPlan(config, chosen, gpu_memory(config, shape, gpus), available, rows)
 
@@ -150,6 +155,16 @@ def _passes(config: Config) -> list[dict[str, Any]]:
         *({CHECKPOINTING: True, PASS: size} for size in sizes if own or size <= enough),
         *({CHECKPOINTING: False, PASS: size} for size in sizes if own or size >= enough),
     ]
+
+
+def _shorter(passes: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
+    """Return the candidates that may replace planned passes if the engine then need not sleep.
+
+    Passes above `ENOUGH_TOKENS` gain less than an engine that never sleeps; without checkpointing more is gained.
+    """
+    enough = min(config.pass_tokens, max(ENOUGH_TOKENS, config.longest))
+    sizes = range(enough, config.pass_tokens + 1)
+    return [one for one in passes if one[CHECKPOINTING] == config.policy.checkpointing and one[PASS] in sizes]
 
 
 def _caches(config: Config, shape: ModelShape, gpus: int, available: float) -> list[dict[str, Any]]:

@@ -61,6 +61,32 @@ def test_what_is_planned_for_known_models(model, gpus, gib, kept, tokens, rows, 
         assert plan.rows >= rows
 
 
+SHORT = {"questions": 16, "data.max_prompt_tokens": 128, "rollout.max_tokens": 512}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gib", "values", "level", "tokens"),
+    [
+        ("1.5B", 1, 80, SHORT, 0, 13312),
+        ("1.5B", 1, 40, SHORT, 0, ENOUGH_TOKENS),
+        ("1.5B", 1, 80, {}, 2, 13312),  # a cache of 51 GiB
+        ("1.5B", 1, 141, {}, 0, 14336),  # instead of 30,720
+        ("7B", 8, 80, {}, 0, ENOUGH_TOKENS),
+        ("7B", 8, 80, {"rollout.sleep_level": 1}, 1, ENOUGH_TOKENS),
+    ],
+)
+def test_an_engine_stays_where_that_costs_no_answer_and_no_checkpointing(model, gpus, gib, values, level, tokens):
+    shape, room = PUBLISHED[model](), gib - RESERVED_GIB
+    plan = planned(asked(**values), shape, gpus, room)
+    asleep = planned(asked(**values, **{"rollout.sleep_level": 2} if level == 0 else {}), shape, gpus, room)
+    assert (plan.config.rollout.sleep_level, plan.config.pass_tokens) == (level, tokens)
+    assert (plan.rows, plan.config.policy.checkpointing) == (asleep.rows, asleep.config.policy.checkpointing)
+    assert plan.config.rollout.kv_cache_gib == asleep.config.rollout.kv_cache_gib
+    held = sum(item.step for item in plan.items if item.name.startswith("rollout engine"))
+    assert (held > plan.config.rollout.kv_cache_gib * GIB) == (level == 0)
+    assert ("in an engine that never sleeps" in str(plan)) == (level == 0)
+
+
 def test_what_does_not_fit_is_one_line_and_what_was_set_is_tried():
     plan = planned(asked(), PUBLISHED["7B"](), 1, 76)
     with pytest.raises(ConfigError, match=r"does not fit into 76.0 GiB of a GPU: .* most of it for AdamW") as raised:
@@ -84,7 +110,7 @@ VALUES = st.fixed_dictionaries(
 OTHERS = st.fixed_dictionaries(
     {
         "rollout.engine": st.sampled_from(["vllm", "transformers"]),
-        "rollout.sleep_level": st.sampled_from([0, 1, 2]),
+        "rollout.sleep_level": st.sampled_from([None, 0, 1, 2]),
         "rollout.max_tokens": st.sampled_from([16, 2000, 2976]),
         "policy.dtype": st.sampled_from(["fp32", "bf16"]),
         "policy.kernel_memory_gib": st.sampled_from([None, 0.25, 4.0]),
@@ -113,22 +139,26 @@ def test_more_memory_never_gives_less_and_nothing_exceeds_it(values, others, sha
     for plan in (small, large):
         found = flat(plan.config)
         assert {key: found[key] for key in values} == values
-        assert set(plan.chosen) == {key for key in PLANNED if key not in values} - (
-            {"rollout.kv_cache_gib"} if others["rollout.engine"] != "vllm" else set()
-        )
+        is_open = {key for key in PLANNED if {**values, **others}.get(key) is None}
+        if others["rollout.engine"] != "vllm":
+            is_open -= {"rollout.kv_cache_gib", "rollout.sleep_level"}
+        assert set(plan.chosen) == is_open
         assert all(found[key] is not None for key in plan.chosen)
         # Once more, it finds all it needs: a run that goes on has the same.
         again = planned(plan.config, shape, gpus, gib)
         assert (again.config, again.chosen) == (plan.config, ())
     assert small.fits <= large.fits
-    assert small.config.pass_tokens <= large.config.pass_tokens
+    enough = small.config.pass_tokens
+    if others["rollout.sleep_level"] is None and large.config.rollout.sleep_level == 0:
+        enough = min(enough, max(ENOUGH_TOKENS, small.config.longest))  # the rest is given up for an engine that stays
+    assert enough <= large.config.pass_tokens
     assert (small.config.rollout.kv_cache_gib or 0) <= (large.config.rollout.kv_cache_gib or 0)
     assert large.config.policy.checkpointing <= small.config.policy.checkpointing
 
 
 def test_cpus_have_the_defaults_that_they_always_had():
     config, line = plan_run(asked(), find_model("builtin:arithmetic"), LoneWorld())
-    assert {key: flat(config)[key] for key in PLANNED} == dict(zip(PLANNED, (True, 16384, None), strict=True))
+    assert {key: flat(config)[key] for key in PLANNED} == dict(zip(PLANNED, (True, 16384, None, None), strict=True))
     assert line is None
     long = asked(**{"rollout.max_tokens": 30000})
     assert plan_run(long, find_model("builtin:arithmetic"), LoneWorld())[0].pass_tokens == 31024

@@ -55,10 +55,10 @@ class VllmEngine:
         self._vocabulary = settings.source.config.get_text_config().vocab_size
         vllm = import_vllm(world.device)
         self._guest = Guest(world.device)
-        options = arguments(settings, world.device)
+        options, level = arguments(settings, world.device), settings.rollout.sleep_level
         try:
             with self._guest, kept_environment():
-                self._llm = Llm(vllm, settings.source.path, options, settings.rollout.sleep_level if on_gpu else 0)
+                self._llm = Llm(vllm, settings.source.path, options, (2 if level is None else level) if on_gpu else 0)
         except (ValueError, OSError, RuntimeError, AssertionError) as error:
             raise ConfigError(_explain(error, settings, options["kv_cache_memory_bytes"])) from error
         self._own_seeds = on_gpu and self._llm.draws_by_seed
@@ -196,7 +196,7 @@ def arguments(settings: EngineSettings, device: torch.device) -> dict[str, Any]:
         **({"attention_backend": attention} if attention else {}),
         "max_num_seqs": sequences(rollout, settings.max_prompt_tokens, cache, token_bytes(settings)),
         "hf_overrides": overrides,
-        "enable_sleep_mode": rollout.sleep_level > 0,
+        "enable_sleep_mode": rollout.sleep_level != 0,
         # With a given cache size, this is only the memory that must be free at the start.
         "gpu_memory_utilization": min(1.0, cache / memory),
     }

@@ -54,7 +54,7 @@ def generated(engine):
     return rollout.response[0]
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [None, 0, 1, 2])
 def test_every_order_of_the_trainer_is_right(opened, level):
     engine = opened(level)
     engine.sleep()  # while the trainer's own model is loaded
@@ -95,14 +95,14 @@ def test_a_sleeping_engine_refuses_to_work(opened, level):
         next(engine.generate(ASKED))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [None, 0, 1, 2])
 def test_the_time_asleep_ends_with_a_push_or_a_wake(opened, level, monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(now)))
     engine = opened(level)
     engine.sleep()
     engine.push_weights(Weights(2))
-    assert (engine.counts().asleep_seconds > 0) == (level > 0)
+    assert (engine.counts().asleep_seconds > 0) == (level != 0)
     engine.wake()
     assert engine.counts().asleep_seconds == 0
 
