@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from exgrpo.train.common.errors import RolloutError, shown
+from exgrpo.train.rollout.vllm.probe import are_copies, copy_weights
 from exgrpo.train.rollout.vllm.process import kept_process_group
 
 STEPS_BEHIND = 2
@@ -64,6 +65,7 @@ class Llm:
         self.engine = self._llm.llm_engine
         self._level = level
         self.weights_lost = self.weights_asleep = self._cache_asleep = False
+        self._copies: bool | None = None
         self._since = self._seconds = 0.0
 
     @property
@@ -104,12 +106,17 @@ class Llm:
         )
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights; names are those of the Hugging Face model."""
-        # vLLM keeps the parts of a fused matrix until it has all; a gathered weight is valid until the next one.
-        copies = ((name, weight.detach().clone()) for name, weight in weights)
+        """Replace all weights; names are those of the Hugging Face model, and the iterable can be run through again."""
         with clear_errors("take new weights"), self._vllm.config.set_current_vllm_config(self.engine.vllm_config):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+            if self._copies:
+                self.apply(lambda model: copy_weights(model, weights))
+            else:
+                # vLLM keeps the parts of a fused matrix until it has all; a gathered weight lasts until the next one.
+                copies = ((name, weight.detach().clone()) for name, weight in weights)
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
         self.weights_lost = False
+        if self._copies is None:
+            self._copies = self.apply(lambda model: are_copies(model, weights))
 
     def apply(self, function: Callable[[Any], Any]) -> Any:
         """Apply a function to the model's module, or this rank's part of it, and return its result."""

@@ -30,6 +30,7 @@ class Module:
     def __init__(self, version):
         self.version, self.made, self.error, self.configured = version, None, None, False
         self.emptied = self.older_runner = False
+        self.reloads = 0
         fields = partial(checked, version)
         self.SamplingParams = fields("SamplingParams", lambda **given: SimpleNamespace(**given))
         self.sampling_params = SimpleNamespace(RequestOutputKind=SimpleNamespace(CUMULATIVE="all", FINAL_ONLY="end"))
@@ -62,7 +63,7 @@ class StandIn:
         assert "VllmConfig.use_v2_model_runner" in recorded()[module.version]
         self.vllm_config = SimpleNamespace(use_v2_model_runner=not module.older_runner)
         self.asleep = set()
-        self.weight = 1
+        self.model = RMSNorm()
         self.saved = None
         self.requests = {}
         self.parameters = []
@@ -99,11 +100,21 @@ class StandIn:
             signature(self.module.version, f"{runner}.{method}").bind(**kwargs)
         assert self.module.configured, "0.26 reloads weights without its configuration"
         assert "weights" not in self.asleep, "weights are loaded into memory that is not there"
+        self.module.reloads += 1
         ((_, weight),) = kwargs["weights_iterator"]
-        self.weight = int(weight)
+        self.weight = weight
 
     def _apply_model(self, function):
-        raise AssertionError("reads memory that may not be there")
+        assert "weights" not in self.asleep, "reads memory that is not there"
+        return [function(self.model)]
+
+    @property
+    def weight(self):
+        return int(self.model.weight)
+
+    @weight.setter
+    def weight(self, weight):
+        self.model.weight.data.fill_(weight.item() if isinstance(weight, torch.Tensor) else weight)
 
     def _has_unfinished_requests(self):
         return bool(self.requests)
@@ -129,6 +140,12 @@ class StandIn:
             self.requests.pop(name)
 
 
+class RMSNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+
 class Output:
     num_cached_tokens = 0
     finished = True
@@ -148,4 +165,4 @@ class Weights:
         self.weight = weight
 
     def __iter__(self):
-        return iter([("weight", torch.tensor(self.weight))])
+        return iter([("weight", torch.tensor([float(self.weight)]))])

@@ -136,6 +136,11 @@ def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):
         assert isinstance(seen["without remedy"], float)
 
 
+def test_weights_are_copied_in_place_where_that_gives_what_a_reload_gives(seen):
+    assert seen["copied"]
+    assert not (seen["copies"] and seen["name"].endswith("fp32"))  # the packed matrices of CPUs are reloaded
+
+
 def test_weights_that_differ_are_named(seen):
     assert seen["differing at start"] == seen["differing after push"] == []
     assert seen["differing"] == ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"]

@@ -55,7 +55,7 @@ def generated(engine):
 
 
 @pytest.mark.parametrize("level", [None, 0, 1, 2])
-def test_every_order_of_the_trainer_is_right(opened, level):
+def test_every_order_of_the_trainer_is_right(module, opened, level):
     engine = opened(level)
     engine.sleep()  # while the trainer's own model is loaded
     engine.push_weights(Weights(2))
@@ -71,6 +71,7 @@ def test_every_order_of_the_trainer_is_right(opened, level):
     engine.push_weights(Weights(6))
     engine.sleep()  # before any generation
     assert generated(engine) == 6
+    assert module.reloads == 1  # then the weight is copied in place
 
 
 def test_nothing_is_generated_from_lost_weights(opened):

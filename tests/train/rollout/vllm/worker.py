@@ -5,6 +5,7 @@ FOLDER/NAME/seen.RANK.json. A name is tied or untied, a comma and a dtype; FOLDE
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -192,6 +193,7 @@ def watch_weights(engine, policy, dtype):
         if name.endswith(("layers.1.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")):
             weight.mul_(1.5)
     seen["differing"] = engine.differing(policy.weights())
+    seen["copies"] = engine._llm._copies
     return seen
 
 
@@ -219,6 +221,29 @@ def observe(folder, dtype, ranks):
     engine.close()
     seen["world after close"] = dist.is_initialized() and dist.get_world_size()
     return seen
+
+
+def copied(folder, dtype, ranks):
+    """True if copying in place gives the parameters that a reload gives, where vLLM does not pack, as on GPUs."""
+    layers = importlib.import_module("vllm.model_executor.layers.utils")
+    packing, layers.dispatch_cpu_unquantized_gemm = layers.dispatch_cpu_unquantized_gemm, leave
+    engine = make(folder, dtype, ranks)
+    weights = [
+        (name, weight + torch.randn_like(weight)) for name, weight in FullLogitPolicy(folder, DTYPES[dtype]).weights()
+    ]
+    states = []
+    for _ in range(2):
+        engine._llm.apply(lambda model: [parameter.data.zero_() for parameter in model.parameters()])
+        engine._llm.reload(weights)
+        states.append(engine._llm.apply(lambda model: {name: p.tolist() for name, p in model.named_parameters()}))
+    copies = engine._llm._copies
+    layers.dispatch_cpu_unquantized_gemm = packing
+    engine.close()
+    return copies and states[0] == states[1] and any(map(any, states[0]["model.embed_tokens.weight"]))
+
+
+def leave(layer, remove_weight):
+    layer.cpu_linear = torch.nn.functional.linear
 
 
 def refusals(folder, ranks):
@@ -253,6 +278,7 @@ def main(folder, ranks, *names):
     torch.set_num_threads(1)  # tiny products: threads would wait for each other
     for name in names:
         seen = observe(Path(folder) / name, name.split(",")[1], int(ranks))
+        seen["copied"] = copied(Path(folder) / name, name.split(",")[1], int(ranks))
         if name == names[-1]:
             seen |= refusals(Path(folder) / name, int(ranks))
         if name.endswith("fp32"):
