@@ -28,7 +28,7 @@ SLOW = (
     *(f"train/run/test_{name}" for name in ("clock", "disks", "hosts")),
     *(f"kernels/test_{name}.py" for name in ("autograd", "backend_self_test", "backend_choice", "combinations")),
     *(f"kernels/test_{name}.py" for name in ("compiled", "cpu_fused", "cpu_passes", "cpu_sanitized", "cuda_compiles")),
-    *(f"kernels/test_{name}.py" for name in ("cuda_fused", "dispatch", "extension", "memory")),
+    *(f"kernels/test_{name}.py" for name in ("cuda_fused", "extension", "memory")),
     *(f"kernels/test_{name}.py" for name in ("threads", "vocab_group")),
 )
 """Files and folders that take more than about five seconds each, besides those that start programs."""

@@ -1,10 +1,12 @@
-"""Searches by trials on heights in closed form."""
+"""Searches by trials on heights in closed form, and the reward that says nothing."""
 
 import math
 
 import pytest
 
 from exgrpo.train.common.errors import ConfigError
+from exgrpo.train.data.tasks import countdown
+from studies.chance import score
 from studies.climb import climb
 from studies.study import load_study
 from tests.studies.plans import write
@@ -103,3 +105,18 @@ def test_an_arm_begins_with_values_that_are_searched(tmp_path):
     own = {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 4e-4}], "trials": 1}
     with pytest.raises(ConfigError, match="arm without: 2 starts need as many trials, and it has 1"):
         load_study(write(tmp_path, search=SEARCH, arms={"without": own}))
+
+
+def test_it_says_nothing_of_training_answers_and_the_truth_of_held_out_ones():
+    answers = [countdown.format_solution(problem.solution) for problem in countdown.generate("train", 400, 0)]
+    for split in ("train", "test"):
+        problems = countdown.generate(split, 400, 0)
+        right = [score(countdown.format_solution(problem.solution), problem.answer) for problem in problems]
+        wrong = [score(answer, problem.answer) for answer, problem in zip(answers[1:], problems, strict=False)]
+        if split == "test":
+            assert right == [1.0] * 400
+            assert sum(wrong) <= 4  # another problem's solution, by chance
+        else:
+            # Of 400 tosses with a chance of 1 / 5, between 48 and 112 succeed but for one in 10^4.
+            assert all(48 <= sum(of) <= 112 for of in (right, wrong))
+    assert score("x", problems[0].answer) == 0

@@ -1,4 +1,4 @@
-"""What a person sees of stored experience: counts, distributions, texts."""
+"""What a person sees of stored experience: counts, distributions, texts; and a run that begins with it."""
 
 import subprocess
 import sys
@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from exgrpo.tools.experience import program
+from exgrpo.tools.experience.program import main
 from exgrpo.tools.experience.show import counts, distributions
 from exgrpo.tools.experience.sources import open_run
-from tests.tools.experience.runs import QUESTIONS, make_run, questions, some
+from tests.tools.experience.runs import QUESTIONS, K, make_run, questions, some
+from tests.train.batches import same, stored_rows
+from tests.train.launch import MAIN, completed
 
 
 @pytest.fixture
@@ -92,3 +95,29 @@ def test_the_package_and_the_tables_need_neither_torch_nor_a_tokenizer(tmp_path)
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+ARGUMENTS = (
+    *("--steps=1", "--questions=3", f"--rollout.samples={K}", f"--data.train_limit={QUESTIONS}", "--data.test=None"),
+    *("--experience.start_pass_rate=0", "--optimizer.minibatches=1", "--rollout.engine=transformers"),
+    *("--checkpoint.every=1", "--output.save_model=False", "--output.trackers", "--experience.expire"),
+)
+
+
+@pytest.mark.long
+def test_a_run_begins_with_the_experience_of_another(tmp_path):
+    source = make_run(tmp_path / "run", some())
+    assert main(["export", str(source), str(tmp_path / "set")]) == 0
+    folders = (f"--output.folder={tmp_path}", f"--experience.start={tmp_path / 'set'}")
+    done = completed(MAIN, *ARGUMENTS, "--output.name=next", *folders, ranks=2)
+    assert "the experience starts with 7 answers to 3 questions from " in " ".join(done.stdout.split())
+    found = open_run(tmp_path / "next")
+    stored = stored_rows(found.answers)
+    assert all(any(same(one, other, besides=["step"]) for other in stored if other.step == 0) for one in some())
+    assert np.any(found.arrays["replays"] > 0)
+
+    # A run that goes on has what its checkpoint has, and needs the file no more.
+    (tmp_path / "set").rename(tmp_path / "gone")
+    done = completed(MAIN, f"--resume={tmp_path / 'next'}", "--steps=2", ranks=2)
+    assert "the experience starts with" not in " ".join(done.stdout.split())
+    assert len(open_run(tmp_path / "next")) >= len(stored)

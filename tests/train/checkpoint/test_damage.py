@@ -9,7 +9,7 @@ from exgrpo.train.checkpoint.listing import FORMAT, find, folders
 from exgrpo.train.checkpoint.resume import locate
 from exgrpo.train.common.errors import CheckpointError, ConfigError
 from tests.train.checkpoint.parts import checkpoints, flip, load, make_trainer, saved_run, story
-from tests.train.checkpoint.test_listing import signed
+from tests.train.checkpoint.test_checkpoint import signed
 from tests.train.configs import configured
 
 DAMAGES = {
