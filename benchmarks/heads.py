@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.kernels.timing import ENTROPY_COEF, LanguageModelInputs, make_inputs
 from exgrpo.tools.bench import CLIP, ERROR_TOKENS, FLOOR, OLD_NOISE, OURS, WRONG, products
+from exgrpo.tools.timing import ENTROPY_COEF, LanguageModelInputs, make_inputs
 
 FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
 POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"

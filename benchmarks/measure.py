@@ -20,8 +20,8 @@ from benchmarks.heads import (
 )
 from benchmarks.peers import PEERS
 from exgrpo.kernels.dispatch import BACKENDS
-from exgrpo.kernels.timing import Call, interleave, peak_bytes
 from exgrpo.tools.bench import FLOOR, OURS
+from exgrpo.tools.timing import Call, interleave, peak_bytes
 
 ROWS: tuple[Implementation, ...] = (
     Floor(),
@@ -42,7 +42,7 @@ class Result:
     seconds: tuple[float, ...] = ()  # per round; empty if it did not run
     reason: str = ""  # why it cannot run here
     failure: str = ""  # the error that it raised
-    peak_bytes: int | None = None  # see `exgrpo.kernels.timing.peak_bytes`; None: unknown
+    peak_bytes: int | None = None  # see `exgrpo.tools.timing.peak_bytes`; None: unknown
     facts: dict[str, Any] = field(default_factory=dict)  # further numbers to report
 
 

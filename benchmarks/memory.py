@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from exgrpo.kernels.timing import status
+from exgrpo.tools.timing import status
 
 
 def peak() -> dict[str, int]:

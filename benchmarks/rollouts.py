@@ -22,7 +22,7 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.kernels.timing import wait
+from exgrpo.tools.timing import wait
 from exgrpo.train.common.distributed import World, start
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.seeds import derive_seed

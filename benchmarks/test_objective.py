@@ -11,7 +11,7 @@ from benchmarks.heads import default_backend, full_logits
 from benchmarks.measure import Results, race
 from benchmarks.timing import CLOCK
 from exgrpo import kernels
-from exgrpo.kernels.timing import make_inputs
+from exgrpo.tools.timing import make_inputs
 
 OURS = f"exgrpo {default_backend()}"
 BUDGET = 2.0

@@ -12,7 +12,7 @@ from benchmarks.measure import Result, Results
 from benchmarks.programs import QUIET, ROOT, answer_of
 from benchmarks.timing import CLOCK
 from benchmarks.workloads import DEFAULT, SMOLLM2, Workload, smollm2, workloads
-from exgrpo.kernels.timing import paired_ratio
+from exgrpo.tools.timing import paired_ratio
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")

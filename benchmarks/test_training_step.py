@@ -13,7 +13,7 @@ from benchmarks.measure import Result, Results
 from benchmarks.programs import ProgramError, answer_of
 from benchmarks.timing import CLOCK
 from benchmarks.workloads import Workload, workloads
-from exgrpo.kernels.timing import paired_ratio, paired_spread
+from exgrpo.tools.timing import paired_ratio, paired_spread
 
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"

@@ -1,7 +1,7 @@
 """Measurement of groups of rows, reported to pytest-benchmark one by one.
 
 pytest-benchmark times one test after the other. Here the first test of a group measures the whole group, round by round
-(`exgrpo.kernels.timing`), and each test then reports the times of its own row.
+(`exgrpo.tools.timing`), and each test then reports the times of its own row.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.heads import FLOOR, OURS
 from benchmarks.measure import Results
-from exgrpo.kernels.timing import paired_ratio
+from exgrpo.tools.timing import paired_ratio
 
 BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
 """Seconds per group on a CPU."""

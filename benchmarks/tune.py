@@ -18,9 +18,9 @@ from torch import Tensor
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.backend_choice import architecture
 from exgrpo.kernels.dispatch import unavailable
-from exgrpo.kernels.timing import ENTROPY_COEF, Shape, interleave, make_inputs
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import LaunchPlan
+from exgrpo.tools.timing import ENTROPY_COEF, Shape, interleave, make_inputs
 
 ROWS = tuple(product((1024, 2048, 4096, 8192, 16384), (4, 8, 16)))
 TILES = (

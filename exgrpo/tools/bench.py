@@ -26,7 +26,7 @@ from torch import Tensor
 import exgrpo
 from exgrpo.kernels import linear_log_prob, linear_policy_loss
 from exgrpo.kernels.dispatch import BACKENDS, unavailable
-from exgrpo.kernels.timing import Call, Shape, interleave, make_inputs, paired_spread, peak_bytes
+from exgrpo.tools.timing import Call, Shape, interleave, make_inputs, paired_spread, peak_bytes
 
 FLOOR, OURS, PLAIN = "floor", "exgrpo", "full logits"
 """Row names: bare products, prefix of the backends, plain torch."""

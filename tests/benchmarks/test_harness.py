@@ -26,7 +26,7 @@ from benchmarks.record import read, write
 from benchmarks.render import RESULTS, grids, main, markdown
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.kernels.timing import interleave, make_inputs, paired_ratio, peak_bytes
+from exgrpo.tools.timing import interleave, make_inputs, paired_ratio, peak_bytes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_no_row_can_win_by_leaving_tokens_out():
 def taking(monkeypatch):
     """Makes calls that take so many seconds of a clock that only they move."""
     now = [0.0]
-    monkeypatch.setattr("exgrpo.kernels.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("exgrpo.tools.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def call_of(duration):
         def call():

@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import tune
 from exgrpo.kernels import backend_choice
-from exgrpo.kernels.timing import Shape
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.triton_chunks.triton_passes import plan_of
+from exgrpo.tools.timing import Shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")

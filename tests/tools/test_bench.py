@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from exgrpo.kernels.timing import Shape
 from exgrpo.tools import bench
 from exgrpo.tools.bench import FLOOR, PLAIN, LossInputs, full_logits, main, make_problem, measure, plain
+from exgrpo.tools.timing import Shape
 from tests.test_extras import HIDDEN, with_torch_alone
 
 TINY = ("--tokens", "16", "--hidden", "8", "--vocabulary", "60", "--dtype", "fp32")
