@@ -1,54 +1,68 @@
-"""Options of the benchmarks, the description of the machine for every record, and the tables at the end."""
+"""Options of the benchmarks, the description of the machine for every record, progress, and the tables at the end."""
 
 import importlib.util
+import logging
 import math
 import platform
 import time
+from argparse import Namespace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from benchmarks import summary
 from benchmarks.heads import default_backend
-from benchmarks.render import tables
-from benchmarks.timing import BUDGET, Groups
+from benchmarks.render import RESULTS, tables
+from benchmarks.timing import BUDGETS, Groups
+from exgrpo.tools.timing import LOG
 
 VERSIONS = (
     *("exgrpo", "torch", "triton", "numpy", "transformers", "deepspeed", "liger-kernel", "cut-cross-entropy", "verl"),
     *("trl", "quack-kernels", "nvidia-cutlass-dsl", "vllm"),
 )
 GROUPS = pytest.StashKey[Groups]()
+QUICK = ("test_head.py", "test_training_step.py")
+"""Files that run by default; the others if they are named, or with `--sizes full`."""
+SIZES = (
+    "small (the default): the head at two sizes and a training step, in four minutes on two cores, and the files that"
+    " are named; full: all files, operations, dtypes and real models; tiny: to try them out."
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sizes", choices=tuple(BUDGET), default="small", help="full: also the sizes of real models.")
-    parser.addoption("--rounds", type=int, default=5, help="Number of steps of trainers.")
+    parser.addoption("--sizes", choices=tuple(BUDGETS), default="small", help=SIZES)
+    parser.addoption("--rounds", type=int, default=3, help="Number of steps of trainers.")
     parser.addoption("--in-a-row", type=int, default=1, help="Consecutive calls of a head in each round.")
     parser.addoption("--minutes", type=float, default=math.inf, help="Start no group after this time.")
 
 
-@pytest.fixture(scope="session")
-def sizes(request: pytest.FixtureRequest) -> str:
-    return request.config.getoption("sizes")
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    name = collection_path.name
+    named = any(name in argument for argument in config.args)
+    left_out = name.startswith("test_") and name not in QUICK and not named
+    return True if left_out and config.getoption("sizes") == "small" else None
 
 
 @pytest.fixture(scope="session")
-def rounds(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("rounds")
+def options(request: pytest.FixtureRequest) -> Namespace:
+    """Return the values of `pytest_addoption`."""
+    return request.config.option
 
 
-@pytest.fixture(scope="session")
-def in_a_row(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("in_a_row")
+@pytest.fixture(autouse=True)
+def timed(benchmark: Any) -> None:
+    """Skip benchmarks that would not be timed."""
+    if benchmark.disabled:
+        pytest.skip("there are only timings here: without --benchmark-disable and pytest-xdist")
 
 
 @pytest.fixture
-def real_steps(benchmark: Any) -> None:
-    """Skip a benchmark of real training steps without --benchmark-only or without the trainer's packages."""
-    if benchmark.disabled:
-        pytest.skip("it runs real training steps for minutes: only with --benchmark-only")
+def real_steps() -> None:
+    """Skip a benchmark of real training steps without the trainer's packages."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("the trainer is not installed: pip install '.[train]'")
 
@@ -67,9 +81,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[GROUPS] = Groups(
         ours=f"exgrpo {default_backend()}", deadline=time.monotonic() + 60 * config.getoption("minutes")
     )
-    if config.getoption("benchmark_sort", None) is not None:
-        config.option.benchmark_sort = "median"
-        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
+    progress = Progress(config)
+    LOG.addHandler(progress)
+    LOG.setLevel(logging.DEBUG)
+    config.add_cleanup(lambda: LOG.removeHandler(progress))
+    config.option.reportchars = "fE"  # the tables name the rows that did not run
+    config.option.disable_warnings = True
+    config.option.benchmark_quiet = True
+    if config.getoption("benchmark_only", False) and config.getoption("benchmark_json", None) is None:
+        config.option.benchmark_json = RESULTS / "latest.json"
+
+
+class Progress(logging.Handler):
+    """The group that is measured, a line each; on a terminal one line, with the row and its round."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__()
+        self.plugins: Any = config.pluginmanager
+        self.group = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        reporter, text = self.plugins.get_plugin("terminalreporter"), record.getMessage()
+        reporter.showfspath, new = False, record.levelno >= logging.INFO
+        self.group = text if new else self.group
+        with self.plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+            if reporter.isatty:
+                line = text if new else f"{self.group}: {text}"
+                reporter.rewrite(line[: reporter._tw.fullwidth - 1], erase=True)
+            elif new:
+                reporter.write_line(text)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Print no letter for rows that ran or cannot run: the progress has the line."""
+    if report.failed:
+        return None
+    return report.outcome if report.when == "call" or report.skipped else "", "", ""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -98,7 +145,15 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> No
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print tables with the columns that pytest-benchmark's own table lacks."""
-    console = Console(file=terminalreporter._tw._file, width=150)
-    for table in tables(config.stash[GROUPS].rows):
-        console.print(table)
+    """Print the summary of the default rows, tables of the others, and the rows that did not run."""
+    found, quick = config.stash[GROUPS], config.getoption("sizes") == "small"
+    console = Console(file=terminalreporter._tw._file, width=150, highlight=False)
+    brief = [row for row in found.rows if quick and summary.summarised(row)]
+    for table in (*tables(row for row in found.rows if row not in brief), *summary.tables(brief)):
+        console.print("", table)
+    lines = [f"Not measured: {row}: {'; '.join(reasons)}" for row, reasons in found.left_out().items()]
+    lines += summary.sentences(brief, found.ours)
+    if record := config.getoption("benchmark_json", None):
+        lines.append(f"All numbers: {record}; `python -m benchmarks.render {record}` makes tables of them.")
+    for line in lines:
+        console.print(line, markup=False)

@@ -1,7 +1,7 @@
 """All GPU measurements in one program: `python -m benchmarks.gpu --minutes 25`.
 
 The parts run in order of importance until the time is up. Each part writes into one record when it ends,
-OUTPUT/DATE_DEVICE.json, with a page (.md) and plots (.svg); OUTPUT/PART.log has its output. The next call continues the
+OUTPUT/DATE_DEVICE.json, with a page (.md); OUTPUT/PART.log has its output. The next call continues the
 newest record of the device: finished parts are skipped, and parts that failed or timed out come last. The exit status
 is 0 if no part failed.
 """

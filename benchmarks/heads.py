@@ -15,22 +15,18 @@ from torch.utils.checkpoint import checkpoint
 from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.tools.bench import CLIP, ERROR_TOKENS, FLOOR, OLD_NOISE, OURS, WRONG, products
-from exgrpo.tools.timing import ENTROPY_COEF, LanguageModelInputs, make_inputs
+from exgrpo.tools import bench
+from exgrpo.tools.bench import CLIP, FLOOR, OURS, WRONG, LossInputs, plain_loss, products, relative_error
+from exgrpo.tools.timing import ENTROPY_COEF, Shape
 
 FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
 POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"
-OPERATIONS = {
-    FORWARD: "log-probs, forward only",
-    LOG_PROB: "log-probs, forward and backward",
-    CROSS_ENTROPY: "sum of cross-entropies, forward and backward",
-    POLICY_LOSS: "clipped policy loss, forward and backward",
-    WITH_ENTROPY: "clipped policy loss with entropy bonus, forward and backward",
-}
+WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
+OPERATIONS = (*WITHOUT_ENTROPY, WITH_ENTROPY)
+"""Log-probs, forward only and with the backward; the others, forward and backward."""
 
 FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
 """(T, D, V) of real models, for a GPU."""
-WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
 
 
 @dataclass(frozen=True)
@@ -55,25 +51,6 @@ class Case:
         return f"{self.operation} {str(self.dtype).removeprefix('torch.')} {shape}{some}"
 
 
-class Problem(NamedTuple):
-    """Inputs of a case; hidden and weight are leaves that require gradients."""
-
-    hidden: Tensor
-    """[T, D]"""
-    weight: Tensor
-    """[V, D]"""
-    target: Tensor
-    """[T]; IGNORED for inactive tokens"""
-    old_log_prob: Tensor
-    """[T] fp32"""
-    advantage: Tensor
-    """[T] fp32, 0 for inactive tokens only"""
-    upstream: Tensor
-    """[T] fp32, gradient of the log-probs in LOG_PROB; 0 for inactive tokens"""
-    active: Tensor
-    """[T] bool"""
-
-
 class Outcome(NamedTuple):
     """Results of an operation; None for those that it does not compute."""
 
@@ -81,24 +58,13 @@ class Outcome(NamedTuple):
     gradients: tuple[Tensor, ...] = ()
 
 
-def make_problem(case: Case, device: torch.device) -> Problem:
-    """Return the seeded inputs of a case."""
-    inputs: LanguageModelInputs = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
-    hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    generator = torch.Generator(device).manual_seed(1)
-
-    def normal() -> Tensor:
-        return torch.randn(case.tokens, generator=generator, device=device)
-
-    with torch.no_grad():
-        log_prob = kernels.linear_log_prob(hidden, weight, inputs.target, backend="torch").log_prob
-    old = log_prob + OLD_NOISE * normal()
-    advantage = normal().sign() * (0.5 + normal().abs())
-    upstream = normal() / case.tokens
-    active = torch.zeros(case.tokens, dtype=torch.bool, device=device)
-    active[torch.randperm(case.tokens, generator=generator, device=device)[: case.active_tokens]] = True
-    target = inputs.target.where(active, IGNORED)
-    return Problem(hidden, weight, target, old, advantage * active, upstream * active, active)
+def make_problem(case: Case, device: torch.device) -> LossInputs:
+    """Return the seeded inputs of a case; inactive tokens have the target IGNORED and the advantage 0."""
+    inputs = bench.make_problem(Shape(case.tokens, case.width, case.vocabulary), case.dtype, device)
+    generator = torch.Generator(device).manual_seed(2)
+    inactive = torch.randperm(case.tokens, generator=generator, device=device)[case.active_tokens :]
+    target, advantage = inputs.target.index_fill(0, inactive, IGNORED), inputs.advantage.index_fill(0, inactive, 0.0)
+    return inputs._replace(target=target, advantage=advantage)
 
 
 class Implementation:
@@ -108,7 +74,9 @@ class Implementation:
     """
 
     name: str
-    operations: tuple[str, ...] = tuple(OPERATIONS)
+    operations: tuple[str, ...] = OPERATIONS
+    quick = True
+    """False if only `--sizes full` measures it."""
     takes_ignored = False
     """True if it accepts IGNORED targets. Others get token 0 there, and their results for it are masked, as in use."""
 
@@ -120,16 +88,20 @@ class Implementation:
         """Return log-probs and entropies [T] of targets."""
         raise NotImplementedError
 
-    def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
+    def policy_loss(self, problem: LossInputs, entropy_coef: float) -> Tensor:
         """Return -(sum of min(w A, clip(w) A) + entropy_coef * sum of H) / T."""
         log_prob, entropy = self.log_prob(problem.hidden, problem.weight, problem.target)
-        return plain_loss(log_prob, entropy, problem, entropy_coef)
+        loss = plain_loss(log_prob, problem)
+        if entropy_coef:
+            assert entropy is not None
+            loss = loss - entropy_coef * (entropy * problem.active).sum() / len(log_prob)
+        return loss
 
-    def cross_entropy(self, problem: Problem) -> Tensor:
+    def cross_entropy(self, problem: LossInputs) -> Tensor:
         """Return -(sum of log-probs)."""
         return -(self.log_prob(problem.hidden, problem.weight, problem.target)[0] * problem.active).sum()
 
-    def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
+    def call(self, case: Case, problem: LossInputs) -> Callable[[], Outcome]:
         """Return the operation of a case as a function without arguments."""
         if not self.takes_ignored:
             problem = problem._replace(target=problem.target.clamp(min=0))
@@ -141,7 +113,7 @@ class Implementation:
 
         def log_prob() -> Outcome:
             value, _ = self.log_prob(hidden, weight, target)
-            gradients = torch.autograd.grad(value, (hidden, weight), problem.upstream.to(value.dtype))
+            gradients = torch.autograd.grad(value, (hidden, weight), (problem.advantage / len(value)).to(value.dtype))
             return Outcome(value.detach(), gradients)
 
         def loss() -> Outcome:
@@ -154,16 +126,6 @@ class Implementation:
         return {FORWARD: forward, LOG_PROB: log_prob}.get(case.operation, loss)
 
 
-def plain_loss(log_prob: Tensor, entropy: Tensor | None, problem: Problem, entropy_coef: float) -> Tensor:
-    """Compute the policy loss from log-probs in plain torch."""
-    ratio = (log_prob - problem.old_log_prob).exp()
-    gain = torch.minimum(ratio * problem.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * problem.advantage).sum()
-    if entropy_coef:
-        assert entropy is not None
-        gain = gain + entropy_coef * (entropy * problem.active).sum()
-    return -gain / len(log_prob)
-
-
 class Ours(Implementation):
     """A backend of exgrpo.kernels."""
 
@@ -171,6 +133,7 @@ class Ours(Implementation):
 
     def __init__(self, backend: str) -> None:
         self.name, self.backend = f"{OURS} {backend}", backend
+        self.quick = backend == default_backend()
 
     def missing(self, device: torch.device) -> str:
         return dispatch.unavailable(self.backend, device)
@@ -178,15 +141,16 @@ class Ours(Implementation):
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
-    def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        hidden, weight, target, old, advantage, *_ = problem
+    def policy_loss(self, problem: LossInputs, entropy_coef: float) -> Tensor:
+        hidden, weight, target, old, advantage = problem
         options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
         return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
 
 
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies in the usual way: all logits, softmax in fp32."""
-    log_prob = (hidden @ weight.T).float().log_softmax(-1)
+    """Return log-probs and entropies in the usual way: all logits, softmax in fp32 (float64 for float64 inputs)."""
+    logits = hidden @ weight.T
+    log_prob = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)
 
 
@@ -216,7 +180,7 @@ class FullLogits(Implementation):
 class Checkpointed(Implementation):
     """Plain torch in chunks of tokens, whose logits are recomputed in the backward."""
 
-    name = "chunks, checkpointed"
+    name, quick = "chunks, checkpointed", False
     rows = 256
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +200,7 @@ class Floor(Implementation):
 
     name = FLOOR
 
-    def call(self, case: Case, problem: Problem) -> Callable[[], Outcome]:
+    def call(self, case: Case, problem: LossInputs) -> Callable[[], Outcome]:
         """Return the product of a forward pass, or the three of forward and backward, of the active tokens."""
         return products(
             problem.hidden.detach()[: case.active_tokens], problem.weight.detach(), forward=case.operation == FORWARD
@@ -261,22 +225,12 @@ class Errors:
         return any(mine is not None and theirs is not None and not mine <= WRONG * theirs for mine, theirs in pairs)
 
 
-def first_tokens(problem: Problem) -> Problem:
-    """Return the same head with the first ERROR_TOKENS tokens."""
-    hidden, weight, *of_tokens = problem
-    some = slice(ERROR_TOKENS)
-    return Problem(hidden.detach()[some].clone().requires_grad_(), weight, *(x[some] for x in of_tokens))
-
-
-def exact(case: Case, problem: Problem) -> Outcome:
+def exact(case: Case, problem: LossInputs) -> Outcome:
     """Compute the operation in float64 on full logits."""
-    double = [x.detach().double() if x.is_floating_point() else x for x in problem]
-    for leaf in double[:2]:
-        leaf.requires_grad_()
-    return _Double().call(case, Problem(*double))()
+    return FullLogits().call(case, problem.part(len(problem.target), torch.float64))()
 
 
-def errors(case: Case, implementation: Implementation, problem: Problem, truth: Outcome) -> Errors:
+def errors(case: Case, implementation: Implementation, problem: LossInputs, truth: Outcome) -> Errors:
     outcome = implementation.call(case, problem)()
     log_prob = gradient = None
     if case.operation in (FORWARD, LOG_PROB):
@@ -284,15 +238,5 @@ def errors(case: Case, implementation: Implementation, problem: Problem, truth: 
         assert truth.log_prob is not None
         log_prob = (outcome.log_prob.double() - truth.log_prob)[problem.active].abs().max().item()
     if outcome.gradients:
-        gradient = max(_relative(a, b) for a, b in zip(outcome.gradients, truth.gradients, strict=True))
+        gradient = max(relative_error(a, b) for a, b in zip(outcome.gradients, truth.gradients, strict=True))
     return Errors(log_prob, gradient)
-
-
-def _relative(value: Tensor, true: Tensor) -> float:
-    return ((value.double() - true).norm() / true.norm()).item()
-
-
-class _Double(FullLogits):
-    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        log_prob = torch.log_softmax(hidden @ weight.T, -1)
-        return log_prob.gather(-1, target[:, None]).squeeze(-1), -(log_prob.exp() * log_prob).sum(-1)

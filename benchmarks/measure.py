@@ -1,6 +1,7 @@
-"""Measurement of the rows of a case in turns: errors, times and memory; and the bars of their plot."""
+"""Measurement of the rows of a case in turns: errors, times and memory."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,19 +10,19 @@ import torch
 from benchmarks.heads import (
     Case,
     Checkpointed,
+    Errors,
     Floor,
     FullLogits,
     Implementation,
     Ours,
     errors,
     exact,
-    first_tokens,
     make_problem,
 )
 from benchmarks.peers import PEERS
 from exgrpo.kernels.dispatch import BACKENDS
-from exgrpo.tools.bench import FLOOR, OURS
-from exgrpo.tools.timing import Call, interleave, peak_bytes
+from exgrpo.tools.bench import ERROR_TOKENS, PLAIN, LossInputs
+from exgrpo.tools.timing import LEAST_ROUNDS, LOG, Call, interleave, peak_bytes
 
 ROWS: tuple[Implementation, ...] = (
     Floor(),
@@ -32,7 +33,15 @@ ROWS: tuple[Implementation, ...] = (
     FullLogits(compiled=True),
 )
 """Compared implementations; the compiled one takes longest to prepare and comes last."""
-OWN, OTHER = "#0b6e4f", "#b8b8b8"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the rounds of a group: seconds, fewest rounds, and `patience` of `interleave`."""
+
+    seconds: float
+    rounds: int = LEAST_ROUNDS
+    patience: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,14 @@ Results = dict[str, Result]
 
 
 def race(
-    calls: dict[str, Call], device: torch.device, budget: float, facts: dict[str, dict[str, Any]], in_a_row: int = 1
+    calls: dict[str, Call],
+    device: torch.device,
+    budget: Budget,
+    facts: Mapping[str, dict[str, Any]],
+    in_a_row: int = 1,
 ) -> Results:
     """Time calls in turns, see `interleave`, then measure the peak memory of each."""
-    seconds, failed = interleave(calls, device, budget, in_a_row)
+    seconds, failed = interleave(calls, device, budget.seconds, in_a_row, least=budget.rounds, patience=budget.patience)
     results = {name: Result(failure=failure) for name, failure in failed.items()}
     for name, of_row in seconds.items():
         try:
@@ -64,41 +77,39 @@ def race(
     return results
 
 
+def check(case: Case, rows: Sequence[Implementation], problem: LossInputs) -> tuple[Results, dict[str, Errors]]:
+    """Return the rows that cannot run or that raise an error, and the errors of the others, against float64."""
+    # Where the whole problem serves, what a row compiles here is what is timed.
+    some = problem if case.tokens <= 2 * ERROR_TOKENS else problem.part(ERROR_TOKENS, case.dtype)
+    truth = exact(case, some)
+    results: Results = {}
+    found = {}
+    for row in rows:
+        LOG.debug("%s: errors", row.name)
+        if reason := row.missing(problem.hidden.device):
+            results[row.name] = Result(reason=reason)
+        elif not isinstance(row, Floor):
+            try:
+                found[row.name] = errors(case, row, some, truth)
+            except Exception as error:  # a peer may raise anything: its row is skipped; one of ours fails
+                results[row.name] = Result(failure=f"{type(error).__name__}: {str(error)[:200]}")
+    if PLAIN not in found:
+        found[PLAIN] = errors(case, FullLogits(), some, truth)
+    return results, found
+
+
 def measure(
-    case: Case, rows: Sequence[Implementation], device: torch.device, seconds: float, in_a_row: int = 1
+    case: Case, rows: Sequence[Implementation], device: torch.device, budget: Budget, in_a_row: int = 1
 ) -> Results:
     """Measure errors, then times, then memory of all rows of a case."""
+    # torch compiles each shape anew, and refuses after a few of them in one process.
+    torch.compiler.reset()
     problem = make_problem(case, device)
-    some = first_tokens(problem)
-    truth = exact(case, some)
-    plain = errors(case, FullLogits(), some, truth)
-    results, calls, facts = {}, {}, {}
-    for row in rows:
-        if reason := row.missing(device):
-            results[row.name] = Result(reason=reason)
-            continue
-        try:
-            call = row.call(case, problem)
-            if not isinstance(row, Floor):
-                found = errors(case, row, some, truth)
-                facts[row.name] = {
-                    "log_prob_error": found.log_prob,
-                    "gradient_error": found.gradient,
-                    "wrong": found.wrong(plain),
-                }
-        except Exception as error:  # a peer may raise anything: its row is skipped; one of ours fails
-            results[row.name] = Result(failure=f"{type(error).__name__}: {str(error)[:200]}")
-        else:
-            calls[row.name] = call
-    return results | race(calls, device, seconds, facts, in_a_row)
-
-
-def bars(axes: Any, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    rows = sorted((row for row in rows if row["row"] != FLOOR), key=lambda row: row["floor_over_time"])
-    colours = [OWN if row["row"].startswith(OURS) else OTHER for row in rows]
-    drawn = axes.barh([row["row"] for row in rows], [row["floor_over_time"] for row in rows], color=colours)
-    axes.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
-    axes.set_title(f"{title}: floor / time", loc="left", fontsize=9)
-    axes.set_xlim(0, 1.1 * max([1.0, *(row["floor_over_time"] for row in rows)]))
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+    results, found = check(case, rows, problem)
+    plain = found[PLAIN]
+    facts = {
+        name: {"log_prob_error": one.log_prob, "gradient_error": one.gradient, "wrong": one.wrong(plain)}
+        for name, one in found.items()
+    }
+    calls = {row.name: row.call(case, problem) for row in rows if row.name not in results}
+    return results | race(calls, device, budget, facts, in_a_row)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, Problem
+from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation
 from exgrpo.kernels.inputs import IGNORED
+from exgrpo.tools.bench import LossInputs
 
 
 class Peer(Implementation):
@@ -55,7 +56,7 @@ class CrossEntropy(Peer):
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return -self.function(hidden, weight, target, reduction="none"), None
 
-    def cross_entropy(self, problem: Problem) -> Tensor:
+    def cross_entropy(self, problem: LossInputs) -> Tensor:
         return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
 
 
@@ -64,6 +65,7 @@ class TorchCrossEntropy(CrossEntropy):
 
     # Made for sums: the gradients of single log-probs take it ten times as long.
     name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
+    quick = False
 
     @cached_property
     def function(self) -> Callable[..., Any]:
@@ -100,8 +102,8 @@ class LigerPolicyLoss(Peer):
         base = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo").LigerFusedLinearPPOBase
         return base.chunk_forward(hidden[None], weight, target[None])[0], None
 
-    def policy_loss(self, problem: Problem, entropy_coef: float) -> Tensor:
-        hidden, weight, target, old, advantage, *_ = problem
+    def policy_loss(self, problem: LossInputs, entropy_coef: float) -> Tensor:
+        hidden, weight, target, old, advantage = problem
         # It takes advantages per row only: make a row of each token, all in one chunk.
         loss = self.function(
             beta=0.0,
@@ -198,6 +200,7 @@ class Quack(CrossEntropy):
     """Dao-AILab's quack: the sum or mean of cross-entropies."""
 
     name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
+    quick = False
     requirement = "quack-kernels==0.6.5"
     source = ("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
 

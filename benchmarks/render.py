@@ -1,7 +1,7 @@
-"""Tables and plots of a record: `python -m benchmarks.render RECORD.json`.
+"""Tables of a record: `python -m benchmarks.render RECORD.json`.
 
-RECORD.json is a file of pytest-benchmark, or an earlier record. The program writes DATE_DEVICE.json (the record), .md
-(tables) and .svg (plots) into benchmarks/results/.
+RECORD.json is a file of pytest-benchmark, or an earlier record. The program writes DATE_DEVICE.json (the record) and
+.md (tables) into benchmarks/results/.
 """
 
 import argparse
@@ -158,12 +158,9 @@ def slug(device: str) -> str:
 
 
 def write(record: Record, folder: Path = RESULTS) -> Path:
-    """Write the record, its page and its plots, if any; return the page."""
-    from benchmarks.plots import draw
-
+    """Write the record and its page; return the page."""
     stem = f"{record.date}_{slug(record.machine.device)}"
     folder.mkdir(parents=True, exist_ok=True)
-    draw(record.rows, folder / f"{stem}.svg")
     write_record(record, folder / f"{stem}.json")
     page = folder / f"{stem}.md"
     page.write_text(markdown(record), encoding="utf-8")

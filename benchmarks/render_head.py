@@ -8,7 +8,6 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.measure import OTHER, OWN
 from benchmarks.record import Row, groups_of, read
 
 matplotlib.use("Agg")
@@ -25,6 +24,7 @@ ROWS = {
     "Liger fused linear GRPO": "Liger",
 }
 """Rows of the record and their names in the picture."""
+OWN, OTHER = "#0b6e4f", "#b8b8b8"
 LONGEST = 3.0
 """Bars end at this multiple of the time of exgrpo; their labels have the whole number."""
 

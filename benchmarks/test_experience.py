@@ -1,23 +1,19 @@
-"""Cost of the experience per step: planning, storing a step's groups, counting and saving, by size of the buffer."""
+"""Cost of the experience per step with a million stored answers, by method; `benchmarks.scale` has other sizes."""
 
-import gc
-import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from exgrpo.train.checkpoint.store import write_checked
 from exgrpo.train.common.step_batch import TRAINER, Ints, StepBatch
 from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay
 from exgrpo.train.replay.table import packed
 
-SIZES = (1_000, 10_000, 100_000, 1_000_000)
-PER_QUESTION = 4
+SIZE = 1_000_000
 TOKENS = 32
 """Short responses: the timed code does not read them, and a million of the paper's length would take over 8 GB."""
-SAMPLES, QUESTIONS_PER_STEP, RATIO = 8, 128, 0.5
+SAMPLES, QUESTIONS_PER_STEP = 8, 128
 VOCABULARY = 1 << 17
 ROUNDS = 20
 STEPS = 1000  # of the run whose answers fill the memory
@@ -69,17 +65,16 @@ def filled_columns(stored: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 class Experience:
-    """A filled replay: the default one, or that of another method."""
+    """A replay filled with stored answers, in groups of K."""
 
-    def __init__(self, size: int, *, per_question: int = PER_QUESTION, **options) -> None:
+    def __init__(self, method: str) -> None:
+        self.name = method
         self.rng = np.random.default_rng(0)
         self.step = STEPS
-        questions = size // per_question
-        answers = np.arange(size)
-        rewards = (answers[:, None] % 2.0 if options else np.ones((size, 1))).tolist()
-        stored = graded(answers // per_question, rewards, self.rng, TOKENS, 0)
-        stored.fill(**filled_columns(size, self.rng), **({"step": answers * STEPS // size} if options else {}))
-        config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": RATIO, **options})
+        questions, answers = SIZE // SAMPLES, np.arange(SIZE)
+        stored = graded(answers // SAMPLES, (answers[:, None] % 2.0).tolist(), self.rng, TOKENS, 0)
+        stored.fill(**filled_columns(SIZE, self.rng), step=answers * STEPS // SIZE)
+        config = ExperienceConfig(**{"start_pass_rate": 0.0, "ratio": 0.5, **METHODS[method]})
         self.replay = Replay(MethodOptions(config, SAMPLES), questions, seed=1)
         self.memory = self.replay.memory
         self.memory.restore({**filled_arrays(questions, self.rng), **packed(stored)})
@@ -95,56 +90,6 @@ class Experience:
         return graded(questions, [kinds[number % 4] for number in range(len(questions))], self.rng, TOKENS, self.step)
 
 
-@pytest.fixture(scope="module")
-def experiences():
-    """Return a factory that keeps the latest size only, since a million trajectories take much memory."""
-    made: dict[int, Experience] = {}
-
-    def of_size(size: int) -> Experience:
-        if size not in made:
-            made.clear()
-            gc.collect()
-            made[size] = Experience(size)
-        return made[size]
-
-    return of_size
-
-
-def timed(benchmark, experience: Experience, what: str, folder) -> Callable[[], object]:
-    """Return the call to time, with a set-up if every round needs its own input."""
-    if what == "plan":
-        return lambda: benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
-    if what == "count":
-        memory = experience.memory
-        return lambda: benchmark.pedantic(lambda: (len(memory.table), memory.bucket_sizes()), rounds=ROUNDS)
-
-    def take(batch: StepBatch) -> None:
-        experience.memory.update(batch, STEPS, experience.memory.admitted(batch))
-
-    if what == "update":
-        return lambda: benchmark.pedantic(take, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
-    return lambda: benchmark.pedantic(
-        lambda: write_checked(folder, experience.memory.arrays()), setup=lambda: take(experience.batch()), rounds=5
-    )
-
-
-@pytest.mark.parametrize("what", ["plan", "update", "count", "save"])
-@pytest.mark.parametrize("size", SIZES)
-def test_experience(benchmark, groups, experiences, tmp_path, size, what):
-    if benchmark.disabled:
-        size = SIZES[0]
-    benchmark.group = f"experience: {what}"
-    row = f"{size:,} trajectories"
-    benchmark.extra_info |= {"row": row, "trajectories": size}
-    timed(benchmark, experiences(size), what, tmp_path)()
-    report(groups, benchmark)
-
-
-def report(groups, benchmark) -> None:
-    if not benchmark.disabled:
-        groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})
-
-
 ALL = {"admit": "all", "expire": ()}
 METHODS: dict[str, dict[str, Any]] = {
     "gaussian, mixed": {},
@@ -156,7 +101,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "prioritise": "random",
         "compose": "buffer",
         "advantage": "stored",
-        "capacity": SIZES[-1],
+        "capacity": SIZE,
     },
     "newest, in place": {**ALL, "prioritise": "newest", "compose": "in_place", "admit": "with_advantage"},
     "middle, again": {**ALL, "prioritise": "middle", "compose": "again", "admit": "nothing"},
@@ -167,27 +112,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def filled_by():
-    """Return a factory that keeps the latest method only, since a million trajectories take much memory."""
-    made: dict[str, Experience] = {}
-
-    def of_method(name: str, size: int) -> Experience:
-        if name not in made:
-            made.clear()
-            gc.collect()
-            made[name] = Experience(size, per_question=SAMPLES, **METHODS[name])
-        return made[name]
-
-    return of_method
+@pytest.fixture(scope="module", params=METHODS)
+def experience(request: pytest.FixtureRequest) -> Experience:
+    return Experience(request.param)
 
 
 @pytest.mark.parametrize("what", ["plan", "take in", "settle"])
-@pytest.mark.parametrize("name", METHODS)
-def test_method(benchmark, groups, filled_by, name, what):
+def test_method(benchmark, groups, experience, what):
     """Time a step of each method, with a million stored answers in groups of K."""
-    size = SIZES[0] if benchmark.disabled else SIZES[-1]
-    experience = filled_by(name, size)
     replay = experience.replay
 
     def asked():
@@ -199,32 +131,11 @@ def test_method(benchmark, groups, filled_by, name, what):
         return (batch, np.arange(batch.groups), QUESTIONS_PER_STEP, experience.step), {}
 
     benchmark.group = f"experience: {what}, by method"
-    benchmark.extra_info |= {"row": name, "trajectories": size}
+    benchmark.extra_info |= {"row": experience.name, "trajectories": SIZE}
     if what == "plan":
         benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     elif what == "take in":
         benchmark.pedantic(replay.store, setup=asked, rounds=ROUNDS)
     else:
         benchmark.pedantic(replay.settle, setup=graded, rounds=ROUNDS)
-    report(groups, benchmark)
-
-
-@pytest.mark.parametrize("tokens", [100, 1_000, 10_000])
-def test_memory(benchmark, groups, tokens):
-    """Report allocated bytes per token: 8 for its id and log-prob, and a trajectory's objects."""
-    rng, count = np.random.default_rng(0), 1_000
-    memory = Replay(MethodOptions(ExperienceConfig(), SAMPLES), count, seed=0).memory
-
-    def fill() -> None:
-        stored = graded(np.arange(count), np.ones((count, 1)).tolist(), rng, tokens, 0)
-        memory.restore({**filled_arrays(count, rng), **packed(stored)})
-
-    benchmark.group = "experience: memory"
-    tracemalloc.start()
-    try:
-        benchmark.pedantic(fill)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    benchmark.extra_info |= {"row": f"{tokens:,} tokens a trajectory", "bytes_per_token": held / (count * tokens)}
-    report(groups, benchmark)
+    groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})

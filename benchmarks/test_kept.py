@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.heads import POLICY_LOSS, Case, Problem, default_backend, make_problem, plain_loss
-from benchmarks.measure import Results, race
+from benchmarks.heads import POLICY_LOSS, Case, default_backend, make_problem
+from benchmarks.measure import Budget, Results, race
 from benchmarks.timing import CLOCK, budget
 from exgrpo import kernels
+from exgrpo.tools.bench import OLD_NOISE, LossInputs, plain_loss
 
 OURS = f"exgrpo {default_backend()}"
 ROWS = (OURS, f"{OURS}, whole vocabulary", "full logits, dense mask")
@@ -25,7 +26,7 @@ FULL_GPU = (8192, 1536, 151936)
 ROUNDS = 256
 
 
-def make_sets(problem: Problem) -> tuple[Tensor, Tensor]:
+def make_sets(problem: LossInputs) -> tuple[Tensor, Tensor]:
     """Return the likeliest tokens of each position, the target among them; seeded."""
     hidden, weight, target = (x.detach() for x in problem[:3])
     count, device = len(target), target.device
@@ -53,7 +54,7 @@ def masked(hidden: Tensor, weight: Tensor, target: Tensor, allowed_tokens: tuple
     return log_prob.gather(-1, target[:, None]).squeeze(-1)
 
 
-def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float) -> Results:
+def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: Budget) -> Results:
     """Compare the gradients of both implementations with sets, then measure times and memory of all rows."""
     problem = make_problem(Case(POLICY_LOSS, *shape, dtype), device)
     allowed_tokens = make_sets(problem)
@@ -63,7 +64,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         return masked(hidden, weight, target, allowed_tokens)
 
     with torch.no_grad():
-        problem = problem._replace(old_log_prob=log_prob() + 0.05 * torch.randn_like(problem.old_log_prob))
+        problem = problem._replace(old_log_prob=log_prob() + OLD_NOISE * torch.randn_like(problem.old_log_prob))
 
     def ours(allowed_tokens: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         tokens = target, problem.old_log_prob, problem.advantage
@@ -73,7 +74,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         return torch.autograd.grad(loss, (hidden, weight))
 
     def plain() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(plain_loss(log_prob(), None, problem, 0.0), (hidden, weight))
+        return torch.autograd.grad(plain_loss(log_prob(), problem), (hidden, weight))
 
     for mine, theirs in zip(ours(allowed_tokens), plain(), strict=True):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1  # plain torch rounds the logits to bf16
@@ -87,16 +88,15 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
         ROWS[1]: partial(ours, None),
         ROWS[2]: plain,
     }
-    return race(calls, device, seconds, dict.fromkeys(ROWS, facts))
+    return race(calls, device, budget, dict.fromkeys(ROWS, facts))
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_kept(benchmark, groups, sizes, device, dtype, row):
-    if benchmark.disabled:
-        pytest.skip("its rows check each other when they are timed")
+def test_kept(benchmark, groups, options, device, dtype, row):
+    sizes = options.sizes
     shape = FULL_GPU if sizes == "full" and device.type == "cuda" else SHAPES[sizes]
     group = f"policy loss over kept sets {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
     groups.report(group, row, partial(measure, shape, dtype, device, budget(sizes, device)), benchmark)

@@ -1,4 +1,4 @@
-"""Computations besides the head: objective from log-probs, group advantages, entropy of replay candidates."""
+"""Computations besides the head: objective from log-probs, entropy of replay candidates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.heads import default_backend, full_logits
-from benchmarks.measure import Results, race
+from benchmarks.measure import Budget, Results, race
 from benchmarks.timing import CLOCK
 from exgrpo import kernels
 from exgrpo.tools.timing import make_inputs
 
 OURS = f"exgrpo {default_backend()}"
-BUDGET = 2.0
+BUDGET = Budget(2.0)
 TOKENS = (16_384, 1_048_576)
-GROUPS = 1024
 CANDIDATES, CANDIDATE_TOKENS, WIDTH, VOCABULARY = 16, 128, 256, 32000
 
 
@@ -44,26 +43,6 @@ def of_objective(tokens: int, device: torch.device) -> Results:
     torch.testing.assert_close(ours(), plain(objective), rtol=1e-4, atol=1e-9)
     calls = {OURS: ours, "plain torch": lambda: plain(objective), "plain torch, compiled": lambda: plain(compiled)}
     return race(calls, device, BUDGET, {})
-
-
-def of_advantages(device: torch.device) -> Results:
-    """Measure advantages of ragged groups of 4 to 12 answers."""
-    sizes = torch.randint(4, 13, (GROUPS,))
-    group = torch.repeat_interleave(torch.arange(GROUPS), sizes).to(device)
-    reward = (torch.rand(len(group)) < 0.5).float().to(device)
-
-    def loop() -> Tensor:
-        out = torch.empty_like(reward)
-        for i in range(GROUPS):
-            here = group == i
-            out[here] = reward[here] - reward[here].mean()
-        return out
-
-    def ours() -> Tensor:
-        return kernels.group_advantage(reward, group)
-
-    torch.testing.assert_close(ours(), loop())
-    return race({OURS: ours, "a loop over groups": loop}, device, BUDGET, {})
 
 
 def of_entropies(device: torch.device) -> Results:
@@ -97,7 +76,6 @@ GROUPS_OF_ROWS: dict[str, tuple[Callable[[torch.device], Results], tuple[str, ..
         f"objective, {tokens} tokens": (partial(of_objective, tokens), (OURS, "plain torch", "plain torch, compiled"))
         for tokens in TOKENS
     },
-    f"advantages of {GROUPS} groups": (of_advantages, (OURS, "a loop over groups")),
     f"entropy of {CANDIDATES} candidates": (of_entropies, (OURS, "padded, full logits")),
 }
 PAIRS = [(group, row) for group, (_, rows) in GROUPS_OF_ROWS.items() for row in rows]
@@ -106,7 +84,5 @@ PAIRS = [(group, row) for group, (_, rows) in GROUPS_OF_ROWS.items() for row in 
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize(("group", "row"), PAIRS, ids=[f"{group}-{row}" for group, row in PAIRS])
 def test_around_the_head(benchmark, groups, device, group, row):
-    if benchmark.disabled:
-        pytest.skip("its rows check each other when they are timed")
     torch.manual_seed(0)
     groups.report(group, row, lambda: GROUPS_OF_ROWS[group][0](device), benchmark)

@@ -9,23 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.measure import Result, Results
-from benchmarks.programs import QUIET, ROOT, answer_of
+from benchmarks.programs import answer_of
 from benchmarks.timing import CLOCK
-from benchmarks.workloads import DEFAULT, SMOLLM2, Workload, smollm2, workloads
+from benchmarks.workloads import DEFAULT, Workload, workloads
 from exgrpo.tools.timing import paired_ratio
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
-SMOLLM2_OPTIONS = {
-    "recipe": str(ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"),
-    "questions": "4",
-    "rollout.samples": "4",
-    "rollout.max_tokens": "48",
-    "rollout.batch_tokens": "4096",
-    "data.max_prompt_tokens": "96",
-    "data.train_limit": "2000",
-    "policy.dtype": "bf16",
-}
 
 
 def results(numbers: dict[str, Any]) -> Results:
@@ -43,35 +33,34 @@ def results(numbers: dict[str, Any]) -> Results:
     return rows
 
 
-def of_smollm2(folder: Path) -> list[str]:
-    """Return the options of SmolLM2, unpacked into a folder."""
-    values = {**SMOLLM2_OPTIONS, "policy.path": str(smollm2(folder / "model"))}
-    return [*(part for name, value in values.items() for part in (f"--{name}", value)), *QUIET]
+def engines(sizes: str) -> tuple[str, ...]:
+    """Return the engines that fit beside each other: those of real models share a GPU, without room for a server."""
+    return ROWS if DEFAULT in workloads(sizes) else ROWS[:-1]
 
 
-def of_workload(workload: Workload, dtype: str, folder: Path) -> list[str]:
-    """Return the options of a workload. Its engines share one GPU, which leaves no room for a server."""
+def options_of(workload: Workload, dtype: str, sizes: str, folder: Path) -> list[str]:
+    """Return the program's options."""
     questions = folder / "questions.jsonl"
     workload.write_questions(questions)
     options = workload.ours(workload.model(folder / "model"), questions, folder, **{"policy.dtype": dtype})
-    return ["--rounds", "3", "--engines", TRANSFORMERS, "vllm", *options]
+    return ["--rounds", "3", "--engines", *engines(sizes), *options]
 
 
 def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
     """Return functions from a folder to the program's options, by name of the model."""
-    if workloads(sizes) == (DEFAULT, SMOLLM2):
-        return {DEFAULT.name: lambda _: list(QUIET), SMOLLM2.name: of_smollm2}
+    dtypes = ("fp32",) if DEFAULT in workloads(sizes) else ("bf16", "fp16", "fp32")
     return {
-        f"{workload.name}, {dtype}": partial(of_workload, workload, dtype)
+        f"{workload.name}, {dtype}": partial(options_of, workload, dtype, sizes)
         for workload in workloads(sizes)
-        for dtype in ("bf16", "fp16", "fp32")
+        for dtype in dtypes
     }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "options" in metafunc.fixturenames:
-        chosen = models(metafunc.config.getoption("sizes"))
-        rows = ROWS if DEFAULT.name in chosen else ROWS[:-1]
+        sizes = metafunc.config.getoption("sizes")
+        chosen = models(sizes)
+        rows = engines(sizes)
         pairs = [(name, options, row) for name, options in chosen.items() for row in rows]
         metafunc.parametrize(("model", "options", "row"), pairs, ids=[f"{row}-{name}" for name, _, row in pairs])
 

@@ -13,14 +13,15 @@ from benchmarks.measure import Result, Results
 from benchmarks.programs import ProgramError, answer_of
 from benchmarks.timing import CLOCK
 from benchmarks.workloads import Workload, workloads
-from exgrpo.tools.timing import paired_ratio, paired_spread
+from exgrpo.tools.timing import LOG, paired_ratio, paired_spread
 
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
 VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
 PLAIN, FP16 = "exgrpo with vllm, plain layers", "exgrpo with vllm in fp16"
 ON_GPU = (ON_POLICY_VLLM, PLAIN, FP16)
-ROWS = (TRL, ON_POLICY, EXGRPO, VLLM, *ON_GPU)
+QUICK = (TRL, ON_POLICY, EXGRPO)
+ROWS = (*QUICK, VLLM, *ON_GPU)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, *ON_GPU), ("vllm", "vllm"))}
 """Further requirements by row: module and package."""
 WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, PLAIN, FP16), ON_POLICY_VLLM)}
@@ -89,7 +90,7 @@ def results(steps: dict[str, list[Facts]]) -> Results:
         }
         if all("mismatch" in step for step in of_row):
             facts["mismatch"] = statistics.mean(step["mismatch"] for step in of_row)
-        if shares := of_row[0]["mfu"]:
+        if shares := of_row[0].get("mfu"):
             facts["mfu"] = {p: statistics.median(step["mfu"].get(p, 0.0) for step in of_row) for p in shares}
         if TRL in steps:
             facts |= compared(of_row, steps[TRL], "trl")
@@ -106,6 +107,7 @@ def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int
     for row, (module, options) in programs(workload, folder).items():
         if row not in chosen or row in rows:
             continue
+        LOG.debug("%s: %d steps", row, workload.warmup + rounds)
         try:
             taken = answer_of(module, folder / f"{row}.json", *options, "--steps", str(workload.warmup + rounds))
         except ProgramError as error:
@@ -119,19 +121,20 @@ def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "workload" in metafunc.fixturenames:
-        chosen = workloads(metafunc.config.getoption("sizes"))
+        sizes = metafunc.config.getoption("sizes")
+        chosen = workloads(sizes)
         metafunc.parametrize("workload", chosen, ids=[workload.name for workload in chosen])
+        metafunc.parametrize("row", QUICK if sizes == "small" else ROWS)
 
 
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(10800)
 @pytest.mark.benchmark(timer=CLOCK)
-@pytest.mark.parametrize("row", ROWS)
-def test_training_step(benchmark, groups, rounds, tmp_path, workload, row, request):
+def test_training_step(benchmark, groups, options, tmp_path, workload, row, request):
     chosen = [
         item.callspec.params["row"]
         for item in request.session.items
         if getattr(item, "callspec", None) and item.callspec.params.get("workload") == workload
     ]
-    measured = partial(measure, workload, chosen, tmp_path, rounds)
+    measured = partial(measure, workload, chosen, tmp_path, options.rounds)
     groups.report(f"training step: {workload.name}, one program after the other", row, measured, benchmark)

@@ -8,23 +8,24 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.heads import FLOOR, OURS
-from benchmarks.measure import Results
-from exgrpo.tools.timing import paired_ratio
+from benchmarks.measure import Budget, Results
+from exgrpo.tools.timing import FEWEST_ROUNDS, LOG, paired_ratio
 
-BUDGET = {"tiny": 0.0, "small": 4.0, "full": 20.0}
-"""Seconds per group on a CPU."""
-GPU_SHARE = 0.25  # of that budget on a GPU, whose calls are shorter and steadier
+BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, FEWEST_ROUNDS, patience=5.0), "full": Budget(20.0)}
+"""By `--sizes`, on a CPU."""
+GPU_SHARE = 0.25  # of the seconds on a GPU, whose calls are shorter and steadier
 
 
-def budget(sizes: str, device: torch.device) -> float:
-    return BUDGET[sizes] * (GPU_SHARE if device.type == "cuda" else 1.0)
+def budget(sizes: str, device: torch.device) -> Budget:
+    found = BUDGETS[sizes]
+    return replace(found, seconds=found.seconds * (GPU_SHARE if device.type == "cuda" else 1.0))
 
 
 class Clock:
@@ -67,6 +68,7 @@ class Groups:
         if group not in self.results:
             if time.monotonic() >= self.deadline:
                 pytest.skip("the time limit is reached")
+            LOG.info(group)
             self.results[group] = measure()
         results = self.results[group]
         mine = results[row]

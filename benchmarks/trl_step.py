@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.memory import peak
 from benchmarks.programs import coin
-from exgrpo.train.common.distributed import World
-from exgrpo.train.metrics.utilisation import PhaseClock, Utilisation, matrix_rate
-from exgrpo.train.policy.flops import Reading, forward_flops
+from exgrpo.train.metrics.utilisation import PhaseClock
 
 
 class TimedTrainer(GRPOTrainer):
     """GRPOTrainer with a clock around its phases."""
 
     def begin_step(self) -> None:
-        self.clock, self.reward = PhaseClock(), 0.0
-        self.readings: list[Reading] = []
+        self.clock, self.reward, self.tokens = PhaseClock(), 0.0, 0
 
     def facts(self) -> dict[str, Any]:
         """Return the measurements of the step; all but generation, rewards and scores is the update."""
@@ -36,35 +32,18 @@ class TimedTrainer(GRPOTrainer):
         score = seconds["answers"] - seconds["generate"] - seconds["grade"]
         update = seconds["step"] - seconds["answers"]
         phases = {"generate": seconds["generate"], "grade": seconds["grade"], "score": score, "update": update}
-        tokens = sum(reading.written for reading in self.readings)
         return {
             "seconds": seconds["step"],
             "phases": phases,
-            "generated_tokens": tokens,
+            "generated_tokens": self.tokens,
             "reward": self.reward,
-            "mfu": self._shares(phases),
             **peak(),
         }
-
-    def _shares(self, phases: Mapping[str, float]) -> dict[str, float]:
-        """Return the share of the matrix rate per phase; TRL scores if a batch has several optimiser steps."""
-        model = self.accelerator.unwrap_model(self.model)
-        world = World(0, 1, model.device, control=None)
-        if not hasattr(self, "rate"):
-            self.rate = matrix_rate(world, torch.bfloat16 if self.args.bf16 else torch.float32)
-        scored = self.readings if self.args.steps_per_generation > self.args.gradient_accumulation_steps else []
-        work = {"select": [], "generate": self.readings, "score": scored, "update": self.readings}
-        numbers = {**{f"seconds/{phase}": value for phase, value in phases.items()}, "seconds": sum(phases.values())}
-        used = Utilisation(forward_flops(model), self.rate).metrics(work, numbers)
-        return {phase: used[f"mfu/{phase}"] for phase in ("generate", "score", "update") if work[phase]}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self.clock("answers"):
             output = super()._generate_and_score_completions(inputs)
-        lengths = zip(output["prompt_mask"].sum(1).tolist(), output["completion_mask"].sum(1).tolist(), strict=True)
-        rows, each = list(lengths), self.num_generations
-        groups = (rows[start : start + each] for start in range(0, len(rows), each))
-        self.readings = [Reading(group[0][0], tuple(length for _, length in group)) for group in groups]
+        self.tokens = int(output["completion_mask"].sum())
         return output
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:

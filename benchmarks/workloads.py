@@ -263,7 +263,6 @@ TINY = _qwen_workload(
 
 
 def workloads(sizes: str) -> tuple[Workload, ...]:
-    """Return the workloads of `--sizes`; "full" is for a GPU, if there is one."""
-    if sizes == "tiny":
-        return (TINY,)
-    return ON_GPU if sizes == "full" and torch.cuda.is_available() else (DEFAULT, SMOLLM2)
+    """Return the workloads of `--sizes`; those of "full" are others on a GPU."""
+    full = ON_GPU if torch.cuda.is_available() else (DEFAULT, SMOLLM2)
+    return {"tiny": (TINY,), "small": (DEFAULT,), "full": full}[sizes]

@@ -26,7 +26,7 @@ from torch import Tensor
 import exgrpo
 from exgrpo.kernels import linear_log_prob, linear_policy_loss
 from exgrpo.kernels.dispatch import BACKENDS, unavailable
-from exgrpo.tools.timing import Call, Shape, interleave, make_inputs, paired_spread, peak_bytes
+from exgrpo.tools.timing import FEWEST_ROUNDS, Call, Shape, interleave, make_inputs, paired_spread, peak_bytes
 
 FLOOR, OURS, PLAIN = "floor", "exgrpo", "full logits"
 """Row names: bare products, prefix of the backends, plain torch."""
@@ -51,6 +51,11 @@ class LossInputs(NamedTuple):
     target: Tensor
     old_log_prob: Tensor
     advantage: Tensor
+
+    @property
+    def active(self) -> Tensor:
+        """[T] bool: tokens in the loss; the others have no advantage."""
+        return self.advantage != 0
 
     def part(self, tokens: int, dtype: torch.dtype) -> "LossInputs":
         """Return the first tokens in a dtype, with new leaves."""
@@ -80,12 +85,16 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
+def plain_loss(log_prob: Tensor, problem: LossInputs) -> Tensor:
+    """Return the clipped loss of log-probs [T], a sum over tokens divided by T."""
+    ratio, advantage = (log_prob - problem.old_log_prob).exp(), problem.advantage
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum() / len(log_prob)
+
+
 def plain(log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], problem: LossInputs) -> Gradients:
     """Return the gradients by plain torch from a function of log-probs."""
-    hidden, weight, target, old, advantage = problem
-    ratio = (log_probs(hidden, weight, target) - old).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum()
-    return torch.autograd.grad(-gain / len(target), (hidden, weight))
+    loss = plain_loss(log_probs(*problem[:3]), problem)
+    return torch.autograd.grad(loss, (problem.hidden, problem.weight))
 
 
 def fused(backend: str, problem: LossInputs) -> Gradients:
@@ -113,11 +122,16 @@ def products(hidden: Tensor, weight: Tensor, *, forward: bool = False) -> Call:
     return multiply
 
 
+def relative_error(found: Tensor, true: Tensor) -> float:
+    """Return the norm of the difference relative to that of the true tensor."""
+    return ((found.double() - true).norm() / true.norm()).item()
+
+
 def gradient_error(loss: Loss, problem: LossInputs) -> float:
     """Return the larger relative error of both gradients against float64, on the first `ERROR_TOKENS` tokens."""
     some = problem.part(ERROR_TOKENS, problem.hidden.dtype)
     pairs = zip(loss(some), plain(full_logits, some.part(ERROR_TOKENS, torch.float64)), strict=True)
-    return max(((found.double() - true).norm() / true.norm()).item() for found, true in pairs)
+    return max(relative_error(found, true) for found, true in pairs)
 
 
 def measure(
@@ -126,7 +140,8 @@ def measure(
     """Time losses and the bare products in turns; return the rows that ran, fastest first, and failures by name."""
     calls: dict[str, Call] = {FLOOR: products(problem.hidden.detach(), problem.weight.detach())}
     calls |= {name: partial(loss, problem) for name, loss in losses.items()}
-    times, failed = interleave(calls, device, seconds, end=time.perf_counter() + seconds)
+    end = time.perf_counter() + seconds
+    times, failed = interleave(calls, device, seconds, least=FEWEST_ROUNDS, end=end)
     rows: list[dict[str, Any]] = []
     for name, of_row in times.items():
         row: dict[str, Any] = {"row": name, "median": statistics.median(of_row), "seconds": of_row, "peak_bytes": None}

@@ -18,6 +18,7 @@ load changes, the ratio of two calls would be the ratio of two moments.
 
 import ctypes
 import gc
+import logging
 import math
 import re
 import statistics
@@ -30,11 +31,13 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Any]
+LOG = logging.getLogger(__name__)
+"""DEBUG: the call that is timed next."""
 
 FLUSHED_BYTES = 128 << 20
 """Written between two calls, so that none finds its inputs in a cache: more than most last-level caches hold."""
 FEWEST_ROUNDS, LEAST_ROUNDS = 3, 5
-"""That are run whatever time they take; the former where an end is set."""
+"""Rounds that are run whatever time they take, if there is a limit of time and if there is none."""
 MOST_ROUNDS = 50
 
 ENTROPY_COEF = 0.001
@@ -122,7 +125,14 @@ def _spans(length: int, bytes_each: int) -> list[tuple[int, int]]:
 
 
 def interleave(
-    calls: dict[str, Call], device: torch.device, budget: float, in_a_row: int = 1, end: float = math.inf
+    calls: dict[str, Call],
+    device: torch.device,
+    budget: float,
+    in_a_row: int = 1,
+    *,
+    least: int = LEAST_ROUNDS,
+    end: float = math.inf,
+    patience: float = math.inf,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of each call in each round, and the message of those that failed in the warm-up.
 
@@ -132,12 +142,13 @@ def interleave(
     Args:
         calls: by name.
         device: that they work on.
-        budget: seconds to spend on rounds; at least LEAST_ROUNDS are run.
+        budget: seconds to spend on rounds; at least `least` are run.
         in_a_row: how often a call is made in its turn, without a pause; its seconds are those of one. A GPU that is
             busy before a call has a lower clock and hides the host's launches.
-        end: of `time.perf_counter`, after which no round is begun but the first FEWEST_ROUNDS.
+        least: rounds that are run whatever time they take.
+        end: of `time.perf_counter`, after which no round is begun but the first `least`.
+        patience: a call that takes this multiple of the fastest one in the first round is in no other round.
     """
-    least = LEAST_ROUNDS if end == math.inf else FEWEST_ROUNDS
     stream = torch.empty(FLUSHED_BYTES // 4, device=device)
 
     def timed(call: Call) -> float:
@@ -151,6 +162,7 @@ def interleave(
 
     failed = {}
     for name, call in calls.items():
+        LOG.debug("%s: warm-up", name)
         try:
             timed(call)
         except Exception as error:  # whatever a peer raises is the reason why its row is skipped
@@ -165,16 +177,20 @@ def interleave(
         while names and (done < least or (done < MOST_ROUNDS and time.perf_counter() < stop)):
             first = done % len(names)
             for name in names[first:] + names[:first]:
+                LOG.debug("%s: round %d", name, done + 1)
                 seconds[name].append(timed(calls[name]))
             done += 1
+            if done == 1:
+                limit = patience * min(times[0] for times in seconds.values())
+                names = [name for name in names if seconds[name][0] <= limit]
     finally:
         gc.enable()
     return seconds, failed
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Median over rounds of the ratio of two rows' times: what the machine did to both in a round cancels."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+    """Median over the rounds of both rows of the ratio of their times: what the machine did to both cancels."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=False))
 
 
 def paired_spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, float, float]:

@@ -18,9 +18,10 @@ from benchmarks.heads import (
     FullLogits,
     errors,
     exact,
+    full_logits,
     make_problem,
 )
-from benchmarks.measure import ROWS, measure
+from benchmarks.measure import ROWS, Budget, measure
 from benchmarks.peers import PEERS
 from benchmarks.record import read, write
 from benchmarks.render import RESULTS, grids, main, markdown
@@ -85,7 +86,7 @@ class HalfTemperature(FullLogits):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
     wrong = HalfTemperature()
-    results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, 0.0)
+    results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, Budget(0.0))
     assert results[wrong.name].facts["wrong"]
     assert not results["full logits"].facts["wrong"]
     assert max(results[wrong.name].facts[key] or 0 for key in ("log_prob_error", "gradient_error")) > 0.01
@@ -134,6 +135,29 @@ def test_a_slow_row_shows_up_as_slow(taking):
     assert not failed
     assert seconds == {"floor": [0.5] * 8, "slow": [1.5] * 8}  # as many rounds of two seconds as the budget allows
     assert paired_ratio(seconds["slow"], seconds["floor"]) == 3.0
+
+
+def test_a_call_without_patience_for_it_is_timed_once(taking):
+    calls = {"fast": taking(0.5), "slow": taking(3.0)}
+    seconds, _ = interleave(calls, CPU, 0.0, least=4, patience=5.0)
+    assert seconds == {"fast": [0.5] * 4, "slow": [3.0]}
+    assert paired_ratio(seconds["slow"], seconds["fast"]) == 6.0
+
+
+class Compiled(FullLogits):
+    """A row that refuses to run uncompiled."""
+
+    def log_prob(self, hidden, weight, target):
+        return torch.compile(full_logits, backend="eager", fullgraph=True, dynamic=False)(hidden, weight, target)
+
+
+def test_every_case_may_compile_anew():
+    row = Compiled()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for tokens in (16, 24, 32):
+            found = measure(Case(FORWARD, tokens, 8, 60, torch.float32), [row], CPU, Budget(0.0))[row.name]
+            assert not found.failure
+            assert len(found.seconds) == 5
 
 
 def test_rows_take_turns_and_each_goes_first():

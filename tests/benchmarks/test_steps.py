@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from benchmarks import test_training_step
-from benchmarks.plots import draw
 from benchmarks.programs import ROOT
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL
@@ -44,7 +43,7 @@ def step(seconds, tokens, phases, own=100, children=0, **facts):
     return {"seconds": seconds, "phases": phases, "generated_tokens": tokens, "mfu": {}, **memory, **facts}
 
 
-def test_rows_of_a_training_step_are_compared_with_trl(tmp_path):
+def test_rows_of_a_training_step_are_compared_with_trl():
     steps = {
         TRL: [step(load * 4.0, 100, {"generate": 3.0, "update": 1.0}) for load in (1, 5, 2)],
         ON_POLICY: [step(load * 3.0, 100, {"generate": 2.0, "update": 1.0}, 120, 30) for load in (1, 5, 2)],
@@ -63,7 +62,6 @@ def test_rows_of_a_training_step_are_compared_with_trl(tmp_path):
     (grid,) = grids(reported)
     assert {"time / TRL", "peak MiB", "in children", "peak / TRL"} <= set(grid.header)
     assert "0.75 (0.75 to 0.75)" in next(line for line in grid.lines if line[0] == ON_POLICY)
-    assert draw(reported, tmp_path / "plots.svg")
 
 
 def test_a_step_with_replay_is_measured_by_phase(tmp_path):

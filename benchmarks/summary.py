@@ -1,0 +1,108 @@
+"""Summary of the default benchmarks: what the kernels and the trainer are worth on this machine."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.heads import FORWARD, POLICY_LOSS
+from benchmarks.record import Row, groups_of
+from benchmarks.render import mebibytes, seconds, spread
+from exgrpo.tools.bench import FLOOR, PLAIN
+
+HEAD = re.compile(rf"({POLICY_LOSS}|{FORWARD}) (\w+) (\d+)x(\d+)x(\d+)$")
+STEP = "training step: "
+HEAD_COLUMNS = ("policy loss", "time / ours", "floor / time", "peak MiB", "log-probs", "time / ours", "floor / time")
+STEP_COLUMNS = ("one step", "time / TRL", "time per token / TRL", "peak MiB", "peak / TRL")
+Size = dict[str, dict[str, Row]]
+"""Rows of one size by name and operation."""
+
+
+def summarised(row: Row) -> bool:
+    """True if the summary has the row."""
+    return bool(HEAD.match(row["group"])) or row["group"].startswith(STEP)
+
+
+def sizes_of(rows: Sequence[Row]) -> dict[str, Size]:
+    """Return the rows of heads by size, those of one size in the order of their times."""
+    sizes: dict[str, Size] = {}
+    for row in sorted(rows, key=lambda row: row["median"]):
+        if (found := HEAD.match(row["group"])) and row["row"] != FLOOR:
+            tokens, width, words = map(int, found.groups()[2:])
+            size = f"{tokens:,} tokens, width {width:,}, vocabulary {words:,}, {found[2]}"
+            sizes.setdefault(size, {}).setdefault(row["row"], {})[found[1]] = row
+    return sizes
+
+
+def tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """Yield a table of heads, and one of training steps."""
+    if sizes := sizes_of(rows):
+        table = _table("Policy loss, forward and backward, and log-probs, forward", HEAD_COLUMNS)
+        for size, by_name in sizes.items():
+            table.add_section()
+            table.add_row(f"[bold]{size}")
+            for name, by_operation in by_name.items():
+                loss, forward = (by_operation.get(operation, {}) for operation in (POLICY_LOSS, FORWARD))
+                cells = [*_times(loss), _text(mebibytes, loss.get("peak_bytes")), *_times(forward)]
+                table.add_row(f"  {name}{' WRONG' * (loss.get('wrong', False) or forward.get('wrong', False))}", *cells)
+        yield table
+    for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
+        table = _table(group.capitalize(), STEP_COLUMNS)
+        for row in steps:
+            ratios = [_text(spread, row.get(key)) for key in ("times_trl", "token_times_trl")]
+            memory = [_text(mebibytes, row["peak_bytes"]), _text("{:.2f}".format, row.get("memory_times_trl"))]
+            table.add_row(row["row"], seconds(row["median"]), *ratios, *memory)
+        yield table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table("", title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _text(form: Callable[[Any], str], value: Any) -> str:
+    return "" if value is None else form(value)
+
+
+def _times(row: Row) -> list[str]:
+    ratio = "{:.2f}".format
+    keys = (("median", seconds), ("times_ours", ratio), ("floor_over_time", ratio))
+    return [_text(form, row.get(key)) for key, form in keys]
+
+
+def share(value: float) -> str:
+    """Format a ratio, a small one as a fraction."""
+    return f"1/{1 / value:.1f}".removesuffix(".0") if 0 < value < 0.5 else f"{value:.2f}"
+
+
+def sentences(rows: Sequence[Row], ours: str) -> Iterator[str]:
+    """Yield the answer in words, as far as the rows have it; `ours` is the row of the kernels."""
+    for size, by_name in sizes_of(rows).items():
+        loss = {name: of_row[POLICY_LOSS] for name, of_row in by_name.items() if POLICY_LOSS in of_row}
+        others = [row for name, row in loss.items() if name not in (ours, PLAIN)]
+        if ours not in loss or PLAIN not in loss:
+            continue
+        text = f"{size}: the policy loss takes {share(1 / loss[PLAIN]['times_ours'])} of the time of full logits"
+        text += f"{_memory(loss[ours], loss[PLAIN])}"
+        if others:
+            fastest = others[0]
+            text += f", and {share(1 / fastest['times_ours'])} of that of the fastest other, {fastest['row']}"
+            text += _memory(loss[ours], fastest)
+        yield f"{text}."
+    for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
+        parts = []
+        for row in steps:
+            if "times_trl" in row and row["row"] != "trl":
+                time, memory = share(row["times_trl"][0]), share(row["memory_times_trl"])
+                parts.append(f"{row['row']} takes {time} of the time and {memory} of the memory")
+        if parts:
+            yield f"{group.partition(',')[0].capitalize()}: {', '.join(parts)} of TRL's GRPOTrainer."
+
+
+def _memory(mine: Row, other: Row) -> str:
+    if not mine.get("peak_bytes") or not other.get("peak_bytes"):
+        return ""
+    return f" and {share(mine['peak_bytes'] / other['peak_bytes'])} of the memory"
