@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
@@ -175,21 +174,6 @@ class FullLogits(Implementation):
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.function(hidden, weight, target)
-
-
-class Checkpointed(Implementation):
-    """Plain torch in chunks of tokens, whose logits are recomputed in the backward."""
-
-    name, quick = "chunks, checkpointed", False
-    rows = 256
-
-    def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        parts = [
-            checkpoint(full_logits, some, weight, of_some, use_reentrant=False)
-            for some, of_some in zip(hidden.split(self.rows), target.split(self.rows), strict=True)
-        ]
-        log_prob, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
-        return log_prob, entropy
 
 
 class Floor(Implementation):

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from benchmarks.heads import (
     Case,
-    Checkpointed,
     Errors,
     Floor,
     FullLogits,
@@ -21,14 +20,13 @@ from benchmarks.heads import (
 )
 from benchmarks.peers import PEERS
 from exgrpo.kernels.dispatch import BACKENDS
-from exgrpo.tools.bench import ERROR_TOKENS, PLAIN, LossInputs
+from exgrpo.tools.bench import ERROR_TOKENS, FLOOR, PLAIN, LossInputs
 from exgrpo.tools.timing import LEAST_ROUNDS, LOG, Call, interleave, peak_bytes
 
 ROWS: tuple[Implementation, ...] = (
     Floor(),
     *(Ours(backend) for backend in BACKENDS),
     FullLogits(),
-    Checkpointed(),
     *(peer() for peer in PEERS),
     FullLogits(compiled=True),
 )
@@ -37,11 +35,13 @@ ROWS: tuple[Implementation, ...] = (
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of the rounds of a group: seconds, fewest rounds, and `patience` of `interleave`."""
+    """Arguments of `interleave`."""
 
-    seconds: float
-    rounds: int = LEAST_ROUNDS
+    budget: float
+    least: int = LEAST_ROUNDS
     patience: float = math.inf
+    in_a_row: int = 1
+    warm: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,9 @@ class Result:
 Results = dict[str, Result]
 
 
-def race(
-    calls: dict[str, Call],
-    device: torch.device,
-    budget: Budget,
-    facts: Mapping[str, dict[str, Any]],
-    in_a_row: int = 1,
-) -> Results:
+def race(calls: dict[str, Call], device: torch.device, budget: Budget, facts: Mapping[str, dict[str, Any]]) -> Results:
     """Time calls in turns, see `interleave`, then measure the peak memory of each."""
-    seconds, failed = interleave(calls, device, budget.seconds, in_a_row, least=budget.rounds, patience=budget.patience)
+    seconds, failed = interleave(calls, device, **asdict(budget))
     results = {name: Result(failure=failure) for name, failure in failed.items()}
     for name, of_row in seconds.items():
         try:
@@ -77,16 +71,14 @@ def race(
     return results
 
 
-def check(case: Case, rows: Sequence[Implementation], problem: LossInputs) -> tuple[Results, dict[str, Errors]]:
+def check(case: Case, rows: Sequence[Implementation], some: LossInputs) -> tuple[Results, dict[str, Errors]]:
     """Return the rows that cannot run or that raise an error, and the errors of the others, against float64."""
-    # Where the whole problem serves, what a row compiles here is what is timed.
-    some = problem if case.tokens <= 2 * ERROR_TOKENS else problem.part(ERROR_TOKENS, case.dtype)
     truth = exact(case, some)
     results: Results = {}
     found = {}
     for row in rows:
         LOG.debug("%s: errors", row.name)
-        if reason := row.missing(problem.hidden.device):
+        if reason := row.missing(some.hidden.device):
             results[row.name] = Result(reason=reason)
         elif not isinstance(row, Floor):
             try:
@@ -98,18 +90,19 @@ def check(case: Case, rows: Sequence[Implementation], problem: LossInputs) -> tu
     return results, found
 
 
-def measure(
-    case: Case, rows: Sequence[Implementation], device: torch.device, budget: Budget, in_a_row: int = 1
-) -> Results:
+def measure(case: Case, rows: Sequence[Implementation], device: torch.device, budget: Budget) -> Results:
     """Measure errors, then times, then memory of all rows of a case."""
     # torch compiles each shape anew, and refuses after a few of them in one process.
     torch.compiler.reset()
     problem = make_problem(case, device)
-    results, found = check(case, rows, problem)
+    whole = case.tokens <= 2 * ERROR_TOKENS  # then the check compiles what is timed, and is its warm-up
+    results, found = check(case, rows, problem if whole else problem.part(ERROR_TOKENS, case.dtype))
     plain = found[PLAIN]
     facts = {
         name: {"log_prob_error": one.log_prob, "gradient_error": one.gradient, "wrong": one.wrong(plain)}
         for name, one in found.items()
     }
     calls = {row.name: row.call(case, problem) for row in rows if row.name not in results}
-    return results | race(calls, device, budget, facts, in_a_row)
+    if FLOOR in calls:
+        calls[FLOOR]()
+    return results | race(calls, device, replace(budget, warm=whole), facts)

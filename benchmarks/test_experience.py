@@ -83,6 +83,16 @@ class Experience:
         self.step += 1
         return self.replay.plan(QUESTIONS_PER_STEP, self.step)
 
+    def store(self, batch: StepBatch) -> StepBatch:
+        self.replay.store(batch, self.step)
+        return batch
+
+    def stored(self) -> StepBatch:
+        return self.store(self.batch())
+
+    def settle(self, batch: StepBatch) -> StepBatch:
+        return self.replay.settle(batch, QUESTIONS_PER_STEP, self.step)
+
     def batch(self) -> StepBatch:
         """Return a step's graded groups: half of the answers are right, and none in every fourth group."""
         questions = self.rng.choice(len(self.memory.count), min(QUESTIONS_PER_STEP, len(self.memory.count)), False)
@@ -96,13 +106,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "random, appended": {**ALL, "prioritise": "random", "compose": "appended", "replayed": 2},
     "advantage, beside": {**ALL, "prioritise": "advantage", "compose": "beside", "advantage": "stored"},
     "freshness, beside": {**ALL, "prioritise": "freshness", "compose": "beside", "advantage": "stored"},
-    "random, buffer": {
-        **ALL,
-        "prioritise": "random",
-        "compose": "buffer",
-        "advantage": "stored",
-        "capacity": SIZE,
-    },
+    "random, buffer": {**ALL, "prioritise": "random", "compose": "buffer", "advantage": "stored", "capacity": SIZE},
     "newest, in place": {**ALL, "prioritise": "newest", "compose": "in_place", "admit": "with_advantage"},
     "middle, again": {**ALL, "prioritise": "middle", "compose": "again", "admit": "nothing"},
     "random, traced": {**ALL, "prioritise": "random", "compose": "traced", "admit": "nothing"},
@@ -120,22 +124,12 @@ def experience(request: pytest.FixtureRequest) -> Experience:
 @pytest.mark.parametrize("what", ["plan", "take in", "settle"])
 def test_method(benchmark, groups, experience, what):
     """Time a step of each method, with a million stored answers in groups of K."""
-    replay = experience.replay
-
-    def asked():
-        return (experience.batch(), experience.step), {}
-
-    def graded():
-        batch = experience.batch()
-        replay.store(batch, experience.step)
-        return (batch, np.arange(batch.groups), QUESTIONS_PER_STEP, experience.step), {}
-
     benchmark.group = f"experience: {what}, by method"
     benchmark.extra_info |= {"row": experience.name, "trajectories": SIZE}
     if what == "plan":
         benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     elif what == "take in":
-        benchmark.pedantic(replay.store, setup=asked, rounds=ROUNDS)
+        benchmark.pedantic(experience.store, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
     else:
-        benchmark.pedantic(replay.settle, setup=graded, rounds=ROUNDS)
+        benchmark.pedantic(experience.settle, setup=lambda: ((experience.stored(),), {}), rounds=ROUNDS)
     groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})

@@ -22,7 +22,7 @@ from benchmarks.measure import ROWS, measure
 from benchmarks.timing import CLOCK, budget
 
 SMALL, TINY = (512, 896, 32000), (64, 64, 1000)
-QUICK_CPU, FULL_CPU = (SMALL, (128, 896, 151936)), (SMALL, (2048, 1536, 151936))
+QUICK_CPU, FULL_CPU = (SMALL, (96, 896, 151936)), (SMALL, (2048, 1536, 151936))
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],
     "D": [(512, width, 16000) for width in (64, 256, 1024)],
@@ -79,5 +79,5 @@ def test_head(benchmark, groups, options, device, group, case, implementation, r
     selected = [of_item["implementation"] for of_item in params if of_item.get("group") == group]
     rows = [row for row in ROWS if isinstance(row, Floor) or row.name in {one.name for one in selected}]
     name = f"{group}, {options.in_a_row} calls in a row" if options.in_a_row > 1 else group
-    measured = partial(measure, case, rows, device, budget(options.sizes, device), options.in_a_row)
+    measured = partial(measure, case, rows, device, budget(options, device))
     groups.report(name, implementation.name, measured, benchmark)

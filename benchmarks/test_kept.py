@@ -99,4 +99,4 @@ def test_kept(benchmark, groups, options, device, dtype, row):
     sizes = options.sizes
     shape = FULL_GPU if sizes == "full" and device.type == "cuda" else SHAPES[sizes]
     group = f"policy loss over kept sets {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-    groups.report(group, row, partial(measure, shape, dtype, device, budget(sizes, device)), benchmark)
+    groups.report(group, row, partial(measure, shape, dtype, device, budget(options, device)), benchmark)

@@ -1,7 +1,7 @@
 """Speed of generation: transformers, vLLM in the process, and a vLLM server on this machine."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,43 +33,29 @@ def results(numbers: dict[str, Any]) -> Results:
     return rows
 
 
-def engines(sizes: str) -> tuple[str, ...]:
-    """Return the engines that fit beside each other: those of real models share a GPU, without room for a server."""
-    return ROWS if DEFAULT in workloads(sizes) else ROWS[:-1]
-
-
-def options_of(workload: Workload, dtype: str, sizes: str, folder: Path) -> list[str]:
+def options_of(workload: Workload, dtype: str, rows: Sequence[str], folder: Path) -> list[str]:
     """Return the program's options."""
     questions = folder / "questions.jsonl"
     workload.write_questions(questions)
     options = workload.ours(workload.model(folder / "model"), questions, folder, **{"policy.dtype": dtype})
-    return ["--rounds", "3", "--engines", *engines(sizes), *options]
-
-
-def models(sizes: str) -> dict[str, Callable[[Path], list[str]]]:
-    """Return functions from a folder to the program's options, by name of the model."""
-    dtypes = ("fp32",) if DEFAULT in workloads(sizes) else ("bf16", "fp16", "fp32")
-    return {
-        f"{workload.name}, {dtype}": partial(options_of, workload, dtype, sizes)
-        for workload in workloads(sizes)
-        for dtype in dtypes
-    }
+    return ["--rounds", "3", "--engines", *rows, *options]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "options" in metafunc.fixturenames:
-        sizes = metafunc.config.getoption("sizes")
-        chosen = models(sizes)
-        rows = engines(sizes)
-        pairs = [(name, options, row) for name, options in chosen.items() for row in rows]
-        metafunc.parametrize(("model", "options", "row"), pairs, ids=[f"{row}-{name}" for name, _, row in pairs])
+    if "options_in" in metafunc.fixturenames:
+        chosen = workloads(metafunc.config.getoption("sizes"))
+        # Engines of real models share a GPU, without room for a server.
+        dtypes, rows = (("fp32",), ROWS) if DEFAULT in chosen else (("bf16", "fp16", "fp32"), ROWS[:-1])
+        cases = [(workload, dtype, row) for workload in chosen for dtype in dtypes for row in rows]
+        values = [(f"{one.name}, {dtype}", partial(options_of, one, dtype, rows), row) for one, dtype, row in cases]
+        metafunc.parametrize(("model", "options_in", "row"), values, ids=[f"{row}-{name}" for name, _, row in values])
 
 
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
 @pytest.mark.benchmark(timer=CLOCK)
-def test_rollouts(benchmark, groups, tmp_path, model, options, row):
+def test_rollouts(benchmark, groups, tmp_path, model, options_in, row):
     def measure() -> Results:
-        return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options(tmp_path)))
+        return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options_in(tmp_path)))
 
     groups.report(f"rollouts: {model}", row, measure, benchmark)

@@ -7,6 +7,7 @@ pytest-benchmark times one test after the other. Here the first test of a group 
 import math
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,14 +19,15 @@ from benchmarks.heads import FLOOR, OURS
 from benchmarks.measure import Budget, Results
 from exgrpo.tools.timing import FEWEST_ROUNDS, LOG, paired_ratio
 
-BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, FEWEST_ROUNDS, patience=5.0), "full": Budget(20.0)}
+BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, FEWEST_ROUNDS, patience=3.0), "full": Budget(20.0)}
 """By `--sizes`, on a CPU."""
 GPU_SHARE = 0.25  # of the seconds on a GPU, whose calls are shorter and steadier
 
 
-def budget(sizes: str, device: torch.device) -> Budget:
-    found = BUDGETS[sizes]
-    return replace(found, seconds=found.seconds * (GPU_SHARE if device.type == "cuda" else 1.0))
+def budget(options: Namespace, device: torch.device) -> Budget:
+    """Return the budget of a group by the options of `conftest`."""
+    found, share = BUDGETS[options.sizes], GPU_SHARE if device.type == "cuda" else 1.0
+    return replace(found, budget=share * found.budget, in_a_row=options.in_a_row)
 
 
 class Clock:

@@ -133,6 +133,7 @@ def interleave(
     least: int = LEAST_ROUNDS,
     end: float = math.inf,
     patience: float = math.inf,
+    warm: bool = False,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of each call in each round, and the message of those that failed in the warm-up.
 
@@ -147,6 +148,7 @@ def interleave(
             busy before a call has a lower clock and hides the host's launches.
         least: rounds that are run whatever time they take.
         end: of `time.perf_counter`, after which no round is begun but the first `least`.
+        warm: True if all calls are warm already.
         patience: a call that takes this multiple of the fastest one in the first round is in no other round.
     """
     stream = torch.empty(FLUSHED_BYTES // 4, device=device)
@@ -161,7 +163,7 @@ def interleave(
         return (time.perf_counter() - start) / in_a_row
 
     failed = {}
-    for name, call in calls.items():
+    for name, call in () if warm else calls.items():
         LOG.debug("%s: warm-up", name)
         try:
             timed(call)
