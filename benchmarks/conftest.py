@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import math
+import os
 import platform
 import time
 from argparse import Namespace
@@ -154,6 +155,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     lines = [f"Not measured: {row}: {'; '.join(reasons)}" for row, reasons in found.left_out().items()]
     lines += summary.sentences(brief, found.ours)
     if record := config.getoption("benchmark_json", None):
+        record = os.path.relpath(record)
         lines.append(f"All numbers: {record}; `python -m benchmarks.render {record}` makes tables of them.")
     for line in lines:
         console.print(line, markup=False)

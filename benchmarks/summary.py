@@ -89,7 +89,7 @@ def sentences(rows: Sequence[Row], ours: str) -> Iterator[str]:
         text += f"{_memory(loss[ours], loss[PLAIN])}"
         if others:
             fastest = others[0]
-            text += f", and {share(1 / fastest['times_ours'])} of that of the fastest other, {fastest['row']}"
+            text += f"; {share(1 / fastest['times_ours'])} of the time of the fastest other, {fastest['row']},"
             text += _memory(loss[ours], fastest)
         yield f"{text}."
     for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():

@@ -22,7 +22,8 @@ from benchmarks.measure import ROWS, measure
 from benchmarks.timing import CLOCK, budget
 
 SMALL, TINY = (512, 896, 32000), (64, 64, 1000)
-QUICK_CPU, FULL_CPU = (SMALL, (96, 896, 151936)), (SMALL, (2048, 1536, 151936))
+QUICK_CPU = ((512, 576, 49152), (96, 896, 151936))  # the heads of SmolLM2-135M and Qwen2.5-0.5B
+FULL_CPU = (SMALL, (2048, 1536, 151936))
 SWEEPS = {
     "T": [(tokens, 64, 32000) for tokens in (256, 1024, 4096)],
     "D": [(512, width, 16000) for width in (64, 256, 1024)],

@@ -102,7 +102,7 @@ def results(steps: dict[str, list[Facts]]) -> Results:
 
 def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int) -> Results:
     """Run the programs of the chosen rows one after the other."""
-    rows = {row: Result(reason=reason) for row, reason in missing(workload).items()}
+    rows = {row: Result(reason=reason) for row, reason in missing(workload).items() if row in chosen}
     steps: dict[str, list[Facts]] = {}
     for row, (module, options) in programs(workload, folder).items():
         if row not in chosen or row in rows:
