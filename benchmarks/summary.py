@@ -25,9 +25,9 @@ def summarised(row: Row) -> bool:
 
 
 def sizes_of(rows: Sequence[Row]) -> dict[str, Size]:
-    """Return the rows of heads by size, those of one size in the order of their times."""
+    """Return the rows of heads by size, those of one size in the order of their times of the policy loss."""
     sizes: dict[str, Size] = {}
-    for row in sorted(rows, key=lambda row: row["median"]):
+    for row in sorted(rows, key=lambda row: (POLICY_LOSS not in row["group"], row["median"])):
         if (found := HEAD.match(row["group"])) and row["row"] != FLOOR:
             tokens, width, words = map(int, found.groups()[2:])
             size = f"{tokens:,} tokens, width {width:,}, vocabulary {words:,}, {found[2]}"
@@ -75,7 +75,7 @@ def _times(row: Row) -> list[str]:
 
 def share(value: float) -> str:
     """Format a ratio, a small one as a fraction."""
-    return f"1/{1 / value:.1f}".removesuffix(".0") if 0 < value < 0.5 else f"{value:.2f}"
+    return f"1/{1 / value:.1f}".removesuffix(".0") if 0 < value < 0.4 else f"{value:.2f}"
 
 
 def sentences(rows: Sequence[Row], ours: str) -> Iterator[str]:

@@ -53,6 +53,8 @@ ROWS = [
     head(LOSS, PEER, 0.625, 150, wrong=True),
     head(LOSS, OURS, 0.5, 60, floor_over_time=0.8),
     head(FORWARD, OURS, 0.5, 1),
+    head(LOSS, "slow", 2.0, 1),
+    head(FORWARD, "slow", 0.1, 1),
     step("trl", 1.0),
     step("on-policy", 0.44),
 ]
@@ -63,8 +65,8 @@ def test_the_summary_answers_in_words():
     assert not summary.summarised(head(f"scaling of T: {LOSS}", OURS, 1.0))
     assert list(summary.sentences(ROWS, OURS)) == [
         "512 tokens, width 896, vocabulary 32,000, float32: the policy loss takes 0.62 of the time of full logits and"
-        " 1/10 of the memory; 0.80 of the time of the fastest other, a peer, and 1/2.5 of the memory.",
-        "Training step: default run: on-policy takes 1/2.3 of the time and 0.70 of the memory of TRL's GRPOTrainer.",
+        " 1/10 of the memory; 0.80 of the time of the fastest other, a peer, and 0.40 of the memory.",
+        "Training step: default run: on-policy takes 0.44 of the time and 0.70 of the memory of TRL's GRPOTrainer.",
     ]
     assert not list(summary.sentences([ROWS[0], ROWS[1]], OURS))
 
