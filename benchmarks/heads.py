@@ -24,7 +24,7 @@ WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
 OPERATIONS = (*WITHOUT_ENTROPY, WITH_ENTROPY)
 """Log-probs, forward only and with the backward; the others, forward and backward."""
 
-FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (16384, 4096, 128256), (32768, 3584, 152064))
+FULL_GPU = ((8192, 1536, 151936), (8192, 3584, 152064), (8192, 4096, 131072), (16384, 4096, 151936))
 """(T, D, V) of real models, for a GPU."""
 
 
@@ -126,24 +126,27 @@ class Implementation:
 
 
 class Ours(Implementation):
-    """A backend of exgrpo.kernels."""
+    """A backend of exgrpo.kernels, with its default bound on memory or with `memory` bytes."""
 
     takes_ignored = True
 
-    def __init__(self, backend: str) -> None:
-        self.name, self.backend = f"{OURS} {backend}", backend
-        self.quick = backend == default_backend()
+    def __init__(self, backend: str, memory: int | None = None) -> None:
+        self.name, self.backend, self.memory = f"{OURS} {backend}", backend, memory
+        self.quick = backend == default_backend() and memory is None
+        if memory is not None:
+            self.name += ", unbounded"
 
     def missing(self, device: torch.device) -> str:
         return dispatch.unavailable(self.backend, device)
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
+        return kernels.linear_log_prob(hidden, weight, target, memory=self.memory, backend=self.backend)
 
     def policy_loss(self, problem: LossInputs, entropy_coef: float) -> Tensor:
         hidden, weight, target, old, advantage = problem
-        options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "backend": self.backend}
-        return kernels.linear_policy_loss(hidden, weight, target, old, advantage, clip=(CLIP, CLIP), **options).loss
+        options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "clip": (CLIP, CLIP)}
+        options |= {"memory": self.memory, "backend": self.backend}
+        return kernels.linear_policy_loss(hidden, weight, target, old, advantage, **options).loss
 
 
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from benchmarks.heads import (
     FullLogits,
     Implementation,
     Ours,
+    default_backend,
     errors,
     exact,
     make_problem,
@@ -26,6 +27,7 @@ from exgrpo.tools.timing import LEAST_ROUNDS, LOG, Call, interleave, peak_bytes
 ROWS: tuple[Implementation, ...] = (
     Floor(),
     *(Ours(backend) for backend in BACKENDS),
+    *([Ours(default_backend(), memory=1 << 40)] if torch.cuda.is_available() else []),
     FullLogits(),
     *(peer() for peer in PEERS),
     FullLogits(compiled=True),

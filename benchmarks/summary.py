@@ -44,7 +44,7 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
             table.add_row(f"[bold]{size}")
             for name, by_operation in by_name.items():
                 loss, forward = (by_operation.get(operation, {}) for operation in (POLICY_LOSS, FORWARD))
-                cells = [*_times(loss), _text(mebibytes, loss.get("peak_bytes")), *_times(forward)]
+                cells = [*_times(loss), _text(mebibytes, (loss or forward).get("peak_bytes")), *_times(forward)]
                 table.add_row(f"  {name}{' WRONG' * (loss.get('wrong', False) or forward.get('wrong', False))}", *cells)
         yield table
     for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
@@ -81,16 +81,19 @@ def share(value: float) -> str:
 def sentences(rows: Sequence[Row], ours: str) -> Iterator[str]:
     """Yield the answer in words, as far as the rows have it; `ours` is the row of the kernels."""
     for size, by_name in sizes_of(rows).items():
-        loss = {name: of_row[POLICY_LOSS] for name, of_row in by_name.items() if POLICY_LOSS in of_row}
-        others = [row for name, row in loss.items() if name not in (ours, PLAIN)]
-        if ours not in loss or PLAIN not in loss:
+        operation, words = POLICY_LOSS, "the policy loss takes"
+        if not any(POLICY_LOSS in of_row for of_row in by_name.values()):
+            operation, words = FORWARD, "log-probs take"
+        found = {name: of_row[operation] for name, of_row in by_name.items() if operation in of_row}
+        others = [row for name, row in found.items() if name not in (ours, PLAIN)]
+        if ours not in found or PLAIN not in found:
             continue
-        text = f"{size}: the policy loss takes {share(1 / loss[PLAIN]['times_ours'])} of the time of full logits"
-        text += f"{_memory(loss[ours], loss[PLAIN])}"
+        text = f"{size}: {words} {share(1 / found[PLAIN]['times_ours'])} of the time of full logits"
+        text += _memory(found[ours], found[PLAIN])
         if others:
             fastest = others[0]
             text += f"; {share(1 / fastest['times_ours'])} of the time of the fastest other, {fastest['row']},"
-            text += _memory(loss[ours], fastest)
+            text += _memory(found[ours], fastest)
         yield f"{text}."
     for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
         parts = []

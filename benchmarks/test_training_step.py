@@ -17,9 +17,9 @@ from exgrpo.tools.timing import LOG, paired_ratio, paired_spread
 
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
-VLLM, ON_POLICY_VLLM = "exgrpo with vllm", "on-policy with vllm"
+VLLM, ON_POLICY_VLLM, TRL_VLLM = "exgrpo with vllm", "on-policy with vllm", "trl with vllm"
 PLAIN, FP16 = "exgrpo with vllm, plain layers", "exgrpo with vllm in fp16"
-ON_GPU = (ON_POLICY_VLLM, PLAIN, FP16)
+ON_GPU = (ON_POLICY_VLLM, PLAIN, FP16, TRL_VLLM)
 QUICK = (TRL, ON_POLICY, EXGRPO)
 ROWS = (*QUICK, VLLM, *ON_GPU)
 NEEDS = {TRL: ("trl", "trl==1.16.0"), **dict.fromkeys((VLLM, *ON_GPU), ("vllm", "vllm"))}
@@ -50,6 +50,7 @@ def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]
 
     return {
         TRL: ("benchmarks.trl_step", workload.trl(model, questions, folder / TRL)),
+        TRL_VLLM: ("benchmarks.trl_step", [*workload.trl(model, questions, folder / TRL_VLLM), "--vllm"]),
         ON_POLICY: ours(ON_POLICY, 0.0, "transformers"),
         EXGRPO: ours(EXGRPO, 0.5, "transformers"),
         VLLM: ours(VLLM, 0.5, "vllm"),
@@ -92,8 +93,9 @@ def results(steps: dict[str, list[Facts]]) -> Results:
             facts["mismatch"] = statistics.mean(step["mismatch"] for step in of_row)
         if shares := of_row[0].get("mfu"):
             facts["mfu"] = {p: statistics.median(step["mfu"].get(p, 0.0) for step in of_row) for p in shares}
-        if TRL in steps:
-            facts |= compared(of_row, steps[TRL], "trl")
+        theirs = TRL_VLLM if name in (VLLM, *ON_GPU) and TRL_VLLM in steps else TRL
+        if theirs in steps:
+            facts |= compared(of_row, steps[theirs], "trl")
         if (without := WITHOUT_REPLAY.get(name)) in steps:
             facts["times_on_policy"] = paired_ratio(seconds_of(of_row), seconds_of(steps[without]))
         rows[name] = Result(tuple(seconds_of(of_row)), peak_bytes=of_row[-1]["peak_bytes"], facts=facts)

@@ -107,6 +107,8 @@ def config_of(own: argparse.Namespace) -> GRPOConfig:
         loss_type="dr_grpo",
         scale_rewards="none",
         entropy_coef=0.001,
+        use_vllm=own.vllm,
+        vllm_max_model_length=own.max_prompt_tokens + own.max_tokens,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
@@ -118,10 +120,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     for name in ("model", "questions", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("steps", "groups", "samples", "max-tokens", "updates", "pass-rows"):
+    for name in ("steps", "groups", "samples", "max-prompt-tokens", "max-tokens", "updates", "pass-rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the passes; weights are fp32")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the process")
     own = parser.parse_args(argv)
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # as exgrpo does
     rows = [json.loads(line) for line in own.questions.read_text(encoding="utf-8").splitlines()]

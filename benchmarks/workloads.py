@@ -98,6 +98,7 @@ class Workload:
             "output": output,
             "groups": self.groups,
             "samples": self.samples,
+            "max-prompt-tokens": self.max_prompt_tokens,
             "max-tokens": self.max_tokens,
             "updates": self.updates,
             "lr": self.lr,
