@@ -89,6 +89,7 @@ def stored_rows(answers: StepBatch) -> list[Row]:
             **{name: getattr(one, name).item() for name in names},
         )
 
+    answers.fill(allowed_tokens=answers.column("allowed_tokens"))
     return [row(one) for one in rows_of(answers)]
 
 

@@ -100,7 +100,7 @@ def _batch(experience: RunExperience, places: slice) -> pa.RecordBatch:
         "model": [None if source == "unknown" else experience.config.policy.path for source in sources],
     }
     for name, column in trace_columns().items():
-        values = getattr(answers, name)
+        values = answers.column(name)
         if name == "old_log_probs_from":
             columns[column.trace] = sources
         elif column.axis == "token":

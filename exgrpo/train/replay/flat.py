@@ -107,13 +107,9 @@ class TokenColumns:
         """Append so many tokens; a missing column has its default. The first ones are not copied in RAM."""
         for name, column in columns_of("token", stored=True).items():
             given = tokens.get(name)
-            if given is None or column.is_default(given):
-                if name not in self._columns:
-                    continue
-                given = column.filled(size)
             if name in self._columns:
-                self._columns[name].append(given)
-            else:
+                self._columns[name].append(column.filled(size) if given is None else given)
+            elif given is not None and not column.is_default(given):
                 kind = FlatSets if column.dtype is AllowedTokens else FlatArray
                 first = column.joined([column.filled(self.size), given]) if self.size else given
                 self._columns[name] = kind(first, self.folder)
@@ -128,17 +124,13 @@ class TokenColumns:
         return {name: self.read(name, start, end) for name in self._columns}
 
     def gather(self, start: Ints, length: Ints) -> dict[str, Any]:
-        """Return all columns of the tokens of some answers, end to end; sets only if there are some."""
+        """Return the columns of the tokens of some answers, end to end; a missing one is missing."""
         runs = [slice(first, end) for first, end in zip(start.tolist(), (start + length).tolist(), strict=True)]
 
-        def joined(name: str, column: Column) -> Any:
-            if name not in self._columns:
-                return column.filled(int(length.sum()))
-            values = self._columns[name].values
+        def joined(column: Column, values: Any) -> Any:
             return column.joined([column.filled(0), *(values[run] for run in runs)])
 
-        every = columns_of("token", stored=True).items()
-        return {n: joined(n, c) for n, c in every if n in self._columns or c.dtype is not AllowedTokens}
+        return {name: joined(COLUMNS[name], flat.values) for name, flat in self._columns.items()}
 
 
 def check_folder(folder: Path | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.columns import Ints, columns_of
+from exgrpo.train.common.columns import Axis, Ints, columns_of
 from exgrpo.train.common.records import AllowedTokens, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay.flat import FlatArray, TokenColumns
@@ -119,7 +119,8 @@ class Table:
         of_rows = {name: self.values(name, rows) for name in columns_of("row", stored=True) if name != "advantage"}
         length = self.values("length", rows)
         tokens = self.tokens.gather(self.values("start", rows), length)
-        return StepBatch(question, group, length, replayed=np.ones(len(rows), bool), **of_rows, **tokens)
+        batch = StepBatch(question, group, length, replayed=np.ones(len(rows), bool), **of_rows, **tokens)
+        return _completed(batch, "token")
 
     def holds(self, question: int, row: int) -> bool:
         """Return True if a row >= 0 is there and answers this question."""
@@ -212,9 +213,13 @@ class Table:
 
 
 def whole_batch(question: Ints, length: Ints, columns: Mapping[str, Any]) -> StepBatch:
-    """Return stored answers [N], each a group of its own, with all stored columns; missing ones have their defaults."""
-    batch = StepBatch(question, np.arange(len(length)), length, **columns)
-    batch.fill(**{name: batch.column(name) for name in columns_of("row", "token", stored=True) if not batch.has(name)})
+    """Return stored answers [N], each a group of its own; missing columns have their defaults, sets may be missing."""
+    return _completed(StepBatch(question, np.arange(len(length)), length, **columns), "row", "token")
+
+
+def _completed(batch: StepBatch, *axes: Axis) -> StepBatch:
+    missing = {name: one for name, one in columns_of(*axes, stored=True).items() if not batch.has(name)}
+    batch.fill(**{name: batch.column(name) for name, one in missing.items() if one.dtype is not AllowedTokens})
     return batch
 
 
