@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from exgrpo.train.common.distributed import World
 from exgrpo.train.common.functions import Term
 from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout, Score, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
@@ -40,6 +41,16 @@ class LoneWorld:
 
     def join(self, share):
         return [item for _, item in sorted(share, key=lambda pair: pair[0])]
+
+
+def one_of_two(other: Callable[[Any], Any], device: torch.device = LoneWorld.device, rank: int = 0) -> World:
+    """One of two ranks; `other(value)` is what the other one gives where this one gives `value`."""
+
+    class Pair(World):
+        def gather(self, value):
+            return [value, other(value)]
+
+    return Pair(rank, 2, device, None)
 
 
 class ScriptedEngine:

@@ -28,18 +28,18 @@ class ThreadWorld(World):
         return gathered
 
 
-def on_every_rank(action):
+def on_every_rank(action, size=SIZE):
     """What each rank gives, or raises."""
-    meeting = ([b""] * SIZE, threading.Barrier(SIZE))
-    outcomes = [None] * SIZE
+    meeting = ([b""] * size, threading.Barrier(size))
+    outcomes = [None] * size
 
     def work(rank):
         try:
-            outcomes[rank] = action(ThreadWorld(rank, SIZE, torch.device("cpu"), meeting))
+            outcomes[rank] = action(ThreadWorld(rank, size, torch.device("cpu"), meeting))
         except ExgrpoError as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(SIZE)]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

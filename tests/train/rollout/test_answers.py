@@ -1,20 +1,17 @@
 """From questions to graded answers: texts keep what is not EOS, results keep their order."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import numpy as np
 import pytest
-import torch
 
-from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
 from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.rollout.stops import Stops
+from tests.train.common.test_distributed import on_every_rank
 from tests.train.fakes import EOS, LoneWorld, question_set
 
 QUESTIONS = question_set(2).questions
@@ -150,31 +147,18 @@ class Marking(KeepingGrader):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_answers_of_all_ranks_stand_in_the_order_of_questions_and_samples(size):
-    met, given = Barrier(size), [None] * size
-
-    @dataclasses.dataclass(frozen=True)
-    class Rank(World):
-        def gather(self, value):
-            given[self.rank] = value
-            met.wait(10)
-            found = list(given)
-            met.wait(10)
-            return found
-
-    def answered(rank):
-        world = Rank(rank, size, torch.device("cpu"), control=None)
+    def answered(world):
         rollout_worker = RolloutWorker(Numbering([]), Marking(), lambda ids: " ".join(map(str, ids)), world)
         batch = rollout_worker.answer(question_set(4).questions, [1, 3, 0, 2], Sampling(3), seed=0)
         assert rollout_worker.tokens == 12
         return batch
 
-    with ThreadPoolExecutor(size) as ranks:
-        for batch in ranks.map(answered, range(size)):
-            assert batch.group.tolist() == [0, 1, 1, 1, 3, 3]
-            assert batch.token.tolist() == [0, 0, 1, 0, 1, 1, 1, 2, 3, 0, 3, 1]
-            assert batch.text.tolist() == ["0 0", "1 0", "1 1", "1 2", "3 0", "3 1"]
-            assert batch.reward.tolist() == batch.key.tolist() == [0, 10, 11, 12, 30, 31]
-            assert (batch.counts.answers, batch.counts.timed_out) == (6, size)
+    for batch in on_every_rank(answered, size):
+        assert batch.group.tolist() == [0, 1, 1, 1, 3, 3]
+        assert batch.token.tolist() == [0, 0, 1, 0, 1, 1, 1, 2, 3, 0, 3, 1]
+        assert batch.text.tolist() == ["0 0", "1 0", "1 1", "1 2", "3 0", "3 1"]
+        assert batch.reward.tolist() == batch.key.tolist() == [0, 10, 11, 12, 30, 31]
+        assert (batch.counts.answers, batch.counts.timed_out) == (6, size)
 
 
 def test_counts_add_up_and_ranks_wait_for_the_slowest():

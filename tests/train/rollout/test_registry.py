@@ -18,7 +18,7 @@ from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.process import ENVIRONMENT
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
+from tests.train.fakes import LoneWorld, one_of_two
 from tests.train.launch import environment
 
 CPU = torch.device("cpu")
@@ -65,28 +65,17 @@ def test_auto_takes_vllm_on_gpus_where_it_can_and_says_otherwise_why_not(install
 
 
 def test_a_rank_that_cannot_have_vllm_keeps_all_from_it(installed):
-    class Pair(LoneWorld):
-        """This rank and another one, on a host without vLLM."""
-
-        device, size = GPU, 2
-
-        def gather(self, value):
-            return [value, "vLLM is not installed"]
-
+    pair = one_of_two(lambda _: "vLLM is not installed", GPU)
     installed(NEWEST)
-    assert str(choose_engine(settings(), Pair())) == "transformers (vLLM is not installed)"
+    assert str(choose_engine(settings(), pair)) == "transformers (vLLM is not installed)"
     with pytest.raises(ConfigError, match="^engine: vLLM is not installed; or take the engine transformers"):
-        choose_engine(settings(engine="vllm"), Pair())
+        choose_engine(settings(engine="vllm"), pair)
 
 
-def test_auto_takes_transformers_on_cpus(installed):
+def test_auto_takes_transformers_on_cpus_and_servers_that_are_named(installed):
     installed(NEWEST + "+cpu")
     assert str(chosen(settings())) == "transformers"
     assert str(chosen(settings(engine="vllm"))) == "vllm"
-
-
-def test_servers_that_are_named_are_taken(installed):
-    installed(NEWEST)
     for engine in ("auto", "server"):
         assert chosen(settings(engine=engine, servers=("http://localhost:8000",))).name == "server"
 

@@ -7,11 +7,12 @@ import torch
 from transformers import MiniCPM3Config
 
 from exgrpo.kernels import backend_choice, dispatch, extension, self_test
-from exgrpo.train.common.distributed import ALONE, World
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError, ModelError
 from exgrpo.train.data.questions import Question, QuestionSet
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.run.build import Inputs, check_alike, check_head, settle_kernels
+from tests.train.fakes import one_of_two
 
 
 def test_a_model_whose_logits_the_kernels_cannot_compute_is_refused_before_anything_is_loaded(tmp_path):
@@ -40,14 +41,7 @@ def machine(monkeypatch):
 
 
 def test_a_backend_that_is_wrong_on_one_rank_is_left_out_on_all(machine):
-    class Pair(World):
-        """This rank and another one, which has no problem to raise and passes something over."""
-
-        def gather(self, value):
-            return [value, other if isinstance(value, dict) else None]
-
-    pair = Pair(0, 2, CPU, None)
-    other = {}
+    pair, other = one_of_two(lambda value: other if isinstance(value, dict) else None), {}
     assert machine("auto", pair) == "cpu"
     other = {"triton": "it is not installed", "cpu": "its log_prob is wrong"}
     assert machine("auto", pair) == "torch"
@@ -61,14 +55,8 @@ def test_a_named_backend_that_is_wrong_is_refused(machine):
 
 
 def test_ranks_with_other_questions_are_refused():
-    class Pair(World):
-        """This rank and another one, which has read other held-out questions."""
-
-        def gather(self, value):
-            return [value, {**value, "test": "other"}]
-
     train, test = (QuestionSet((Question(0, (1, 2), "1 + 1", gold, "sums"),)) for gold in ("2", "3"))
     inputs = Inputs(None, train, {"test": test}, None)
     check_alike(inputs, ALONE)
     with pytest.raises(DataError, match="^test: the processes of the run have read different questions: "):
-        check_alike(inputs, Pair(0, 2, CPU, None))
+        check_alike(inputs, one_of_two(lambda value: {**value, "test": "other"}))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config
 
-from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.limits import RESERVED_GIB
 from exgrpo.train.config.options import PLANNED
@@ -19,7 +18,7 @@ from exgrpo.train.rollout.vllm.engine import GIB
 from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
 from exgrpo.train.run.plan import ENOUGH_SEQUENCES, ENOUGH_TOKENS, make_plan, plan_run
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
+from tests.train.fakes import LoneWorld, one_of_two
 from tests.train.shapes import PUBLISHED, SMALL
 
 OPEN = dict.fromkeys(PLANNED)
@@ -168,12 +167,7 @@ def test_cpus_have_the_defaults_that_they_always_had():
 def pair(monkeypatch):
     """Two ranks with a GPU each, of which the other one has less free memory: 10 GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-
-    class Pair(World):
-        def gather(self, value):
-            return [value, 10 * GIB] if isinstance(value, int) else [value, value]
-
-    return Pair(0, 2, torch.device("cuda", 0), None)
+    return one_of_two(lambda value: 10 * GIB if isinstance(value, int) else value, torch.device("cuda", 0))
 
 
 def test_ranks_plan_with_the_least_memory_that_is_free_on_any(pair):
