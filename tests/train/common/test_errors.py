@@ -13,7 +13,7 @@ from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE
-from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError, OutputError, os_errors_as
+from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.config.recipe import read_recipe
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.metrics.report import page
@@ -93,17 +93,6 @@ def test_what_was_an_error_of_python_still_is_one():
         assert issubclass(kind, ValueError)
     for kind in (errors.CheckpointError, errors.RolloutError, errors.GraderError, errors.WeightMismatchError):
         assert issubclass(kind, RuntimeError)
-
-
-def test_an_error_of_the_system_names_what_could_not_be_done():
-    expected = pytest.raises(OutputError, match=r"^/full cannot be written: No space left on device$")
-    with expected as caught, os_errors_as(OutputError, "/full cannot be written"):
-        raise OSError(28, "No space left on device")
-    assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(DataError, match="^here$"), os_errors_as(OutputError, "there"):
-        raise DataError("here")
-    with pytest.raises(ZeroDivisionError), os_errors_as(OutputError, "there"):
-        raise ZeroDivisionError
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
