@@ -113,65 +113,47 @@ def test_a_signal_to_a_forked_process_is_none_to_its_parent():
     assert process.returncode == 0
 
 
-# A chain as DeepSpeed makes it: `deepspeed`, the launcher, a rank. The rank prints the ids of all three.
-RANK = """
-import os, sys, time
+# A chain: `deepspeed`, the launcher, a rank; or a server with an engine, and a worker. The last one prints all ids.
+LAST = """
+import os, time
 from exgrpo.train.common import process
 process.LOOK_EVERY = 0.05
-process.end_with_launcher()
-print(os.getpid(), os.getppid(), process._parent(os.getppid()), flush=True)
+parent, top = os.getppid(), process._parent(os.getppid())
+process.{watch}
+print(os.getpid(), parent, top, flush=True)
 time.sleep(60)
 """
+RANK, WORKER = "end_with_launcher()", "end_with_ancestor(top)"
 ABOVE = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())"
 
 
-def chain(folder: Path, launcher: str = "deepspeed.launcher.launch") -> list[int]:
-    """Process ids of a rank, its launcher and the program above that."""
+def chain(folder: Path, watch: str, launcher: str = "deepspeed.launcher.launch") -> list[int]:
+    """Process ids of the last one, of that above it and of the first one."""
     script = folder / "deepspeed"
     script.write_text(ABOVE)
-    top = subprocess.Popen(
-        [sys.executable, str(script), "-c", ABOVE, "-c", RANK, "-m", launcher], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, str(script), "-c", ABOVE, "-c", LAST.format(watch=watch), "-m", launcher]
+    top = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     return [int(word) for word in top.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("killed", [1, 2], ids=["launcher", "deepspeed"])
-def test_a_rank_ends_with_its_launcher_and_with_what_started_that(tmp_path, killed):
-    ids = chain(tmp_path)
+@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.parametrize("watch", [RANK, WORKER])
+def test_a_rank_ends_with_its_launcher_and_a_worker_with_its_server_and_so_does_what_is_between(
+    tmp_path, watch, killed
+):
+    ids = chain(tmp_path, watch)
     os.kill(ids[killed], signal.SIGKILL)
     assert gone(ids[0])
     assert gone(ids[1])  # by itself, as its process has ended
 
 
 def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
-    rank, parent, top = chain(tmp_path, launcher="another.launcher")
+    rank, parent, top = chain(tmp_path, RANK, launcher="another.launcher")
     os.kill(top, signal.SIGKILL)
     os.kill(parent, signal.SIGKILL)
     time.sleep(0.5)  # ten looks of one that would end
     assert runs(rank)
     os.kill(rank, signal.SIGKILL)
-
-
-# A server with an engine, and a worker under that, which says who they are.
-WORKER = """
-import os, sys, time
-from exgrpo.train.common import process
-process.LOOK_EVERY = 0.05
-engine = os.getppid()
-server = process._parent(engine)
-process.end_with_ancestor(server)
-print(os.getpid(), engine, server, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("killed", [1, 2], ids=["engine", "server"])
-def test_workers_and_what_is_between_end_with_the_server(killed):
-    top = subprocess.Popen([sys.executable, "-c", ABOVE, "-c", ABOVE, "-c", WORKER], stdout=subprocess.PIPE, text=True)
-    ids = [int(word) for word in top.stdout.readline().split()]
-    os.kill(ids[killed], signal.SIGKILL)
-    assert gone(ids[0])
-    assert gone(ids[1])
 
 
 def test_a_process_that_is_no_ancestor_is_not_waited_for():
