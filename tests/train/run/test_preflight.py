@@ -143,10 +143,8 @@ def test_a_run_whose_template_has_another_end_than_its_model_stops_and_trains_wi
     )
     done = launch(MAIN, *arguments, f"--reward.function={tmp_path}/reward.py:formless")
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert error.startswith(
-        "error: none of 32 answers has ended, and none is right: the chat template ends an answer with '<|end|>', "
-        "which is no end of sequence of this model: add --rollout.stop '<|end|>'. One answer ends: "
-    )
+    assert "the chat template ends an answer with '<|end|>'" in error
+    assert "add --rollout.stop '<|end|>'" in error
     completed(MAIN, *arguments, "--output.name=stopped", "--rollout.stop=<|end|>")
     folder = tmp_path / "stopped" / "model"
     trained = AutoModelForCausalLM.from_pretrained(folder)
@@ -165,31 +163,23 @@ def test_right_values_in_another_form_than_the_one_that_is_read_are_told(tmp_pat
     texts = {100 + i: "<answer>gold</answer>" for i in range(7)} | {107 + i: "\\boxed{gold}" for i in range(right)}
     asked.decode = lambda ids: texts.get(ids[0], "\\boxed{silver}")
     config = configured({"reward": {"function": "math_no_think", "form": "boxed"}})
+    questions = question_set(40, config.reward.function).questions
     with Grader.of(["math_no_think"], config.reward) as asked.grader:
-        found, problem = preflight(
-            config, asked, question_set(40, config.reward.function).questions, Sampling(max_tokens=8)
-        )
-    told = (
-        "7 of 32 answers hold the right value in <answer> tags, where math_no_think does not look; reward.form=tags "
-        "reads them there"
-    )
-    assert found == (
-        f"preflight: of 32 answers 32 are finished, 25 have the form that the reward needs, {right} are right; {told}"
-    )
-    assert (problem is None) if right else problem.startswith(f"none of 32 answers earns a reward, but {told}, or ask")
+        found, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
+    told = "7 of 32 answers hold the right value in <answer> tags, .* reward.form=tags"
+    assert re.search(f"25 have the form that the reward needs, {right} are right; {told}", found)
+    assert (problem is None) if right else re.search(f"none of 32 answers earns a reward, but {told}", problem)
 
 
-def graded(tmp_path, name, count=4):
-    """A preflight on scripted answers and a reward of `BROKEN`, which processes grade."""
+def graded(tmp_path, *names):
+    """A preflight on scripted answers to four questions, with rewards of `BROKEN` in turn, which processes grade."""
     (tmp_path / "mine.py").write_text(BROKEN)
-    config = configured({"reward": {"function": f"{tmp_path}/mine.py:{name}", "time_limit": 0.5}})
-    engine = CuttingEngine(dict.fromkeys(range(count), 0.0))
-    engine.whole = count
-    asked = rollout_worker(engine)
-    with Grader.of([config.reward.function], config.reward) as asked.grader:
-        return *preflight(
-            config, asked, question_set(count, config.reward.function).questions, Sampling(max_tokens=8)
-        ), asked
+    rewards = [f"{tmp_path}/mine.py:{name}" for name in names]
+    questions = [dataclasses.replace(one, reward=rewards[one.index % len(names)]) for one in question_set(4).questions]
+    config = configured({"reward": {"function": rewards[0], "time_limit": 0.5}})
+    asked = rollout_worker(ScriptedEngine(dict.fromkeys(range(4), 0.0)))
+    with Grader.of(rewards, config.reward) as asked.grader:
+        return *preflight(config, asked, questions, Sampling(max_tokens=8)), asked
 
 
 @pytest.mark.parametrize(
@@ -222,15 +212,7 @@ def test_a_reward_that_fails_at_times_is_counted_and_told(tmp_path):
 
 def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
     """Questions of one source are right, those of the other one cannot be graded."""
-    (tmp_path / "mine.py").write_text(BROKEN)
-    names = [f"{tmp_path}/mine.py:some", f"{tmp_path}/mine.py:raises"]
-    questions = [
-        dataclasses.replace(question, reward=names[question.index % 2]) for question in question_set(4).questions
-    ]
-    config = configured({})
-    asked = rollout_worker(CuttingEngine(dict.fromkeys(range(4), 0.0)))
-    with Grader.of(names, config.reward) as asked.grader:
-        found, problem = preflight(config, asked, questions, Sampling(max_tokens=8))
+    found, problem, _ = graded(tmp_path, "some", "raises")
     assert "2 are right" in found
     assert "mine.py:raises failed on all 2 answers: JSONDecodeError" in problem
 
@@ -258,11 +240,7 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     printed, (error,) = " ".join(done.stdout.split()), done.stderr.strip().splitlines()[-1:]
     assert printed.count("KeyError: '[/b]' (mine.py, line 2)") == 1, "the preflight has told it"
     assert printed.count("failed 100%") == 3
-    assert error.startswith("error: in each of the last 3 steps more than 50% of the answers could not be graded, 100%")
-    assert (
-        "KeyError: '[/b]' (mine.py, line 2). Fix the function, or tolerate more by --reward.max_failed. The run has "
-        "stopped after step 3 of 4. To go on after step 3: "
-    ) in error
+    assert "KeyError: '[/b]' (mine.py, line 2). Fix the function, or tolerate more by --reward.max_failed" in error
     assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
     reward.write_text("def score(response, gold):\n    return float(gold in response)\n")
