@@ -121,20 +121,28 @@ def test_groups_that_are_all_right_teach_a_regression_alone(surrogate, rows):
     assert all((row.advantage, row.weight) == (0, 1) for row in updated(trainer))
 
 
-@pytest.mark.parametrize("weigh", ["clipped", "shaped"])
-def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advantages(weigh):
-    """Of the answers that the regression is of: stored ones with a term of their own keep their advantages."""
-    objective = {"surrogate": "coupled", "weigh": weigh, "normalize": "answer", "beta2": 0.5, "entropy_coef": 0.0}
-    trainer = make(half(20), objective=objective, experience={"start_pass_rate": 0.0, "ratio": 1.0})
+@pytest.mark.parametrize(("weigh", "anchor"), [("clipped", "writer"), ("shaped", "writer"), ("clipped", "start")])
+def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advantages(weigh, anchor):
+    """Of the answers that the regression is of: stored ones with a term of their own keep their advantages.
+
+    Ratios refer to the policy that has written the answers, or to the start of the run.
+    """
+    objective = {"surrogate": "coupled", "weigh": weigh, "anchor": anchor, "beta2": 0.5, "entropy_coef": 0.0}
+    trainer = make(half(20), objective={**objective, "normalize": "answer"}, experience={"ratio": 1.0})
+    trainer.reference = Reference(lambda batch: fake_score(batch.token, 99))
     trainer.step(1)
-    assert len(trainer.policy.scored) == 2, "for the stored answers, and for the second optimiser step"
+    if anchor == "writer":
+        assert len(trainer.policy.scored) == 2, "for the stored answers, and for the second optimiser step"
     version = trainer.policy.version
     trainer.policy.updates.clear()
     batch = trainer.step(2).batch
     plain = batch.reward - batch.mean(batch.reward)[batch.group]
+    assert any(row.replayed for row in updated(trainer))
     for number, (minibatch, _) in enumerate(trainer.policy.updates):
         rows = minibatch.batch
-        now = fake_score(rows.token, version + number).log_prob
+        start, now = (fake_score(rows.token, which).log_prob for which in (99, version + number))
+        if anchor == "start":
+            np.testing.assert_array_equal(rows.ratio_log_prob, start)
         reference = np.where(np.isposinf(rows.ratio_log_prob), now, rows.ratio_log_prob)
         moved = np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
         among = rows.fresh | (weigh == "clipped")
@@ -142,22 +150,3 @@ def test_coupled_answers_have_the_mean_log_ratio_of_their_groups_in_their_advant
         expected = plain[minibatch.rows] - among * rows.mean(rest, among)[rows.group]
         np.testing.assert_allclose(rows.advantage, expected, atol=1e-5)
         assert np.abs(moved).max() > 0.01
-
-
-def test_an_anchored_regression_refers_to_the_start_of_the_run():
-    """Fresh and stored answers; before each optimiser step, coupled ones are compared by what they have become."""
-    objective = {"surrogate": "coupled", "anchor": "start", "weigh": "clipped", "beta2": 0.5, "entropy_coef": 0.0}
-    trainer = make(half(20), objective=objective)
-    trainer.reference = Reference(lambda batch: fake_score(batch.token, 99))
-    trainer.step(1)
-    trainer.policy.updates.clear()
-    version = trainer.policy.version
-    batch = trainer.step(2).batch
-    plain = batch.reward - batch.mean(batch.reward)[batch.group]
-    assert sum(row.replayed for row in updated(trainer)) == 3
-    for number, (minibatch, _) in enumerate(trainer.policy.updates):
-        rows = minibatch.batch
-        reference, now = (fake_score(rows.token, which).log_prob for which in (99, version + number))
-        np.testing.assert_array_equal(rows.ratio_log_prob, reference)
-        rest = plain[minibatch.rows] - 0.5 * np.add.reduceat((now - reference).astype(np.float64), rows.start[:-1])
-        np.testing.assert_allclose(rows.advantage, plain[minibatch.rows] - rows.mean(rest)[rows.group], atol=1e-5)
