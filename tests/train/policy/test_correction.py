@@ -65,31 +65,24 @@ def options(name: CorrectionName, **more: Any) -> CorrectionConfig:
     return CorrectionConfig(behaviour="engine", correction=name, **more)
 
 
-def code_of(package: str, file: str, names: dict[str, Any]) -> dict[str, Any]:
-    """What a file of a package defines, its imports of the package left out, so that what these need is not."""
-    spec = find_spec(package)
-    if spec is None:
-        pytest.skip(f"{package} is not installed")
-    path = Path(spec.submodule_search_locations[0]) / file
+def code_of(path: Path, *functions: str, **names: Any) -> SimpleNamespace:
+    """What a file defines, or some functions of it, its imports left out, so that what these need is not."""
     tree = ast.parse(path.read_text())
     tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef | ast.Assign | ast.AnnAssign)]
+    if functions:
+        tree.body = [one for one in tree.body if getattr(one, "name", "") in functions]
     defined = {"torch": torch, "math": math, "Any": Any, "Optional": Optional, **names}
     exec(compile(tree, path, "exec", __future__.annotations.compiler_flag), defined)
-    return defined
+    return SimpleNamespace(**defined)
 
 
 @pytest.fixture(scope="module")
 def verl() -> SimpleNamespace:
-    path = Path(find_spec("verl").submodule_search_locations[0]) if find_spec("verl") else None
-    if path is None:
+    if find_spec("verl") is None:
         pytest.skip("verl is not installed")
-    tree = ast.parse((path / "utils/torch_functional.py").read_text())
-    functions: dict[str, Any] = {"torch": torch}
-    tree.body = [one for one in tree.body if getattr(one, "name", "") in ("masked_sum", "masked_mean")]
-    exec(compile(tree, "torch_functional", "exec"), functions)
-    return SimpleNamespace(
-        **code_of("verl", "trainer/ppo/rollout_corr_helper.py", {"verl_F": SimpleNamespace(**functions)})
-    )
+    folder = Path(find_spec("verl").submodule_search_locations[0])
+    means = code_of(folder / "utils/torch_functional.py", "masked_sum", "masked_mean")
+    return code_of(folder / "trainer/ppo/rollout_corr_helper.py", verl_F=means)
 
 
 def test_every_name_has_bounds_and_a_method():
