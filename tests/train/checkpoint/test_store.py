@@ -208,22 +208,9 @@ def test_tokens_take_at_most_twice_what_is_left(few):
         assert table.tokens.size <= 2 * table.column("length").sum() + 8 * table_module.FEWEST
 
 
-def test_tokens_in_files_are_those_in_memory(few, tmp_path):
-    table, made = Table(2, tmp_path), [answer(number % 2, number) for number in range(40)]
-    table.add(each(made))
-    before = table.stored()
-    table.remove(table.rows()[::2])
-    table.tidy()
-    assert all(map(same, rows_in(table), made[1::2]))
-    assert all(map(same, stored_rows(before), made)), "what leaves later does not change it"
-    table.add(each(made))
-    assert all(map(same, rows_in(table), made[1::2] + made))
-    assert is_mapped(table)
-    assert not list(tmp_path.iterdir()), "they have no names"
-
-
-def test_what_joins_later_changes_no_snapshot(few):
-    table, made = Table(40), answers(40)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_joins_and_leaves_later_changes_no_snapshot(few, tmp_path, mapped):
+    table, made = Table(40, tmp_path if mapped else None), answers(40)
     table.add(each(made[:5]))
     before = table.stored()
     table.replayed(table.rows())
@@ -233,6 +220,8 @@ def test_what_joins_later_changes_no_snapshot(few):
     table.add(each(made))
     assert all(map(same, stored_rows(before), made[:5]))
     assert before.replays.tolist() == [0] * 5
+    assert is_mapped(table) == mapped
+    assert not list(tmp_path.iterdir()), "files of tokens have no names"
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):
