@@ -54,16 +54,21 @@ class FullLogitPolicy:
         return float(of_tokens.max()), float(of_tokens.mean())
 
 
+def made(folder, dtype="fp32", *, tied=True, kind=TransformersEngine):
+    """A policy, an engine with its weights, and the check of the two."""
+    tiny.save_model(folder, tied=tied)
+    engine = kind(tiny.engine_settings(folder, dtype, eos=(2,), batch_tokens=100), LoneWorld())
+    policy, prompts = FullLogitPolicy(folder, DTYPES[dtype]), [tiny.prompt(question) for question in range(4)]
+
+    def check(**cut):
+        return check_engine(policy, engine, prompts, dtype=dtype, max_tokens=16, seed=0, cut=cut)
+
+    return policy, engine, check
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
-    tiny.save_model(tmp_path, tied=True)
-    engine = TransformersEngine(tiny.engine_settings(tmp_path, dtype, eos=(2,), batch_tokens=100), LoneWorld())
-    policy = FullLogitPolicy(tmp_path, DTYPES[dtype])
-
-    def check():
-        prompts = [tiny.prompt(question) for question in range(4)]
-        return check_engine(policy, engine, prompts, dtype=dtype, max_tokens=16, seed=0)
-
+    policy, _, check = made(tmp_path, dtype)
     assert check() < {"fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}[dtype]
     # One matrix of the last layer did not arrive.
     policy.model.model.layers[-1].mlp.down_proj.weight.data.zero_()
@@ -73,24 +78,16 @@ def test_check_tells_equal_from_unequal_weights(tmp_path, dtype):
 
 
 def test_a_model_whose_activations_fp16_cannot_hold_is_refused(tmp_path):
-    tiny.save_model(tmp_path, tied=True)
-    engine = TransformersEngine(tiny.engine_settings(tmp_path, "fp16", eos=(2,), batch_tokens=100), LoneWorld())
-    policy = FullLogitPolicy(tmp_path, torch.float16)
+    policy, engine, check = made(tmp_path, "fp16")
     policy.model.model.layers[0].mlp.down_proj.weight.data.mul_(1e5).clamp_(-6e4, 6e4)
     engine.push_weights(policy.weights())
     with pytest.raises(ModelError, match=r"fp16: .* its activations exceed 65504, .* take policy\.dtype bf16"):
-        check_engine(policy, engine, [tiny.prompt(0)], dtype="fp16", max_tokens=16, seed=0)
+        check()
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5, "min_p": 0.05}])
 def test_a_cut_engine_agrees_among_the_tokens_that_it_allows_and_there_alone(tmp_path, cut):
-    tiny.save_model(tmp_path, tied=True)
-    engine = TransformersEngine(tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100), LoneWorld())
-    policy, prompts = FullLogitPolicy(tmp_path), [tiny.prompt(question) for question in range(4)]
-
-    def check(**cut):
-        return check_engine(policy, engine, prompts, dtype="fp32", max_tokens=16, seed=0, cut=cut)
-
+    _, _, check = made(tmp_path)
     assert check(**cut, allowed_tokens=True) < 1e-5
     with pytest.raises(WeightMismatchError):  # the trainer would take the whole vocabulary
         check(**cut)
@@ -103,11 +100,10 @@ class Lost(TransformersEngine):
 
 
 def test_a_model_that_computes_something_else_and_an_engine_that_cannot_generate_are_refused(tmp_path):
-    tiny.save_model(tmp_path, tied=False)
-    policy, settings = FullLogitPolicy(tmp_path), tiny.engine_settings(tmp_path, eos=(2,), batch_tokens=100)
+    _, _, check = made(tmp_path, kind=Lost)
     with pytest.raises(RolloutError, match="no server is left"):
-        check_engine(policy, Lost(settings, LoneWorld()), [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
-    engine = TransformersEngine(settings, LoneWorld())
+        check()
+    policy, _, check = made(tmp_path, tied=False)
     policy.model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(WeightMismatchError, match="No weight was found to differ"):
-        check_engine(policy, engine, [tiny.prompt(0)], dtype="fp32", max_tokens=16, seed=0)
+        check()
