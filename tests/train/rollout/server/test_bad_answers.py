@@ -47,6 +47,7 @@ BAD = {
     "no label": (changed(weight_versions=[]), "weight_versions"),
     "reason": (changed(finish_reason="x" * 100_000), "finish_reason: Input should be 'stop' or 'length'"),
     "index": (changed(index=3), "1 answers of 1"),
+    "none": (reply(), "0 answers of 1"),
     "list": ([1, 2], "not understood"),
 }
 

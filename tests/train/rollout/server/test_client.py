@@ -86,22 +86,6 @@ def test_what_changes_a_server_is_sent_once(fakes):
     assert len(fake.requests("update_weights")) == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (reply(choice(0)), "1 answers of 2"),
-        ((400, {"error": {"message": "the prompt is\ntoo long"}}), "400 the prompt is too long"),
-        ((404, {"detail": "Not Found"}), "404 Not Found"),
-    ],
-)
-def test_an_answer_that_is_not_whole_is_an_error_in_one_line(fakes, answer, message):
-    fake = fakes()
-    fake.generates(answer)
-    with pytest.raises(ServerError, match=message) as caught:
-        ask(fake, count=2)
-    assert "\n" not in str(caught.value)
-
-
 def pool_of(*servers, vocabulary=1000):
     made = ServerPool([ServerClient(fake.url, vocabulary) for fake in servers], [2])
     made.expect(FRESH)
@@ -204,7 +188,8 @@ UNKNOWN = "has facts that are not understood: "
         ("collective_rpc", (404, {"detail": "Not Found"}), "lacks vLLM's development routes or this package's worker"),
         ("collective_rpc", {"results": []}, UNKNOWN),
         ("weight_info", {"weight_version": ""}, "does not generate"),
-        ("inference/v1/generate", (403, {"error": {"message": "disabled"}}), r"does not generate \(403 disabled\)"),
+        ("inference/v1/generate", (403, {"error": {"message": "it\nsleeps"}}), r"does not generate \(403 it sleeps\)"),
+        ("inference/v1/generate", (404, {"detail": "Not Found"}), r"does not generate \(404 Not Found\)"),
         ("inference/v1/generate", reply(choice(0, (2,), version="other")), "does not say which weights wrote"),
         ("sequences", 0, f"{UNKNOWN}rollout_facts: sequences"),
         ("backend", None, "has no weight transfer by packed_nccl or gloo but None"),
@@ -256,7 +241,8 @@ def test_the_command_of_a_server(tmp_path):
     assert "--attention-backend" not in serve.build([str(tmp_path), "--dtype=bf16"], on_cpu=False)[0]
     assert "--enforce-eager" not in on_gpu
     stretched, _ = serve.build([str(tmp_path), "--overrides", "rope_theta=40000", "--seed=0"], on_cpu=True)
-    assert json.loads(stretched[stretched.index("--hf-overrides") + 1])["rope_parameters"]["rope_theta"] == 40000
+    overrides = json.loads(stretched[stretched.index("--hf-overrides") + 1])
+    assert overrides["rope_parameters"] == {"rope_theta": 40000, "rope_type": "default"}
     seeds = [of[of.index("--seed") + 1] for of in (command, on_gpu, stretched)]
     assert len({*seeds}) == 3  # servers draw differently unless told
     assert seeds[2] == "0"
