@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen2Config
 
-from exgrpo.tools import serve
 from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
 from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.common.errors import ConfigError
@@ -158,11 +157,8 @@ def test_a_mistake_on_the_command_line_is_one_error():
         parse_args([OPTION, "rope_theta", "40000"])
 
 
-def test_programs_beside_training_take_them():
+def test_evaluation_takes_them():
     options = parse_options(["builtin:arithmetic", "--data.test=a.jsonl", "--policy.overrides", "rope_theta=40000"])
     pretrained = load_pretrained(options.model, options.policy.overrides)
     source = engine_settings(fitted(options, pretrained, []), pretrained, []).source
     assert source.config.rope_parameters["rope_theta"] == 40000
-    command, _ = serve.build(["builtin:arithmetic", "--overrides", "rope_theta=40000", "--port=1"], on_cpu=True)
-    overrides = json.loads(command[command.index("--hf-overrides") + 1])
-    assert overrides == {"rope_parameters": {"rope_theta": 40000, "rope_type": "default"}}
