@@ -1,11 +1,13 @@
-"""Environments: the calculator, that of docs/environments.md, and what can be wrong with one."""
+"""Environments: the calculator, that of docs/environments.md, what can be wrong with one, and replies as tokens."""
 
+import copy
 import json
 import re
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +21,9 @@ from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.rollout.turns.conversations import Conversations
-from exgrpo.train.rollout.turns.environments import find_environment
+from exgrpo.train.rollout.turns.environments import encoding, find_environment
 from exgrpo.train.run.startup_checks import check_startup
+from tests.tools.experience.runs import pretrained
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.rollout.turns.test_conversations import Ended, ids, read
@@ -152,3 +155,50 @@ def test_there_is_no_reply_to_what_is_no_expression(turn):
 
 def test_a_product_of_many_large_numbers_is_quick():
     assert reply(" * ".join(["999999"] * 20) + " =") == f" {999999**20}"
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    own = copy.deepcopy(pretrained().tokenizer)
+    own.chat_template = CHATML
+    return own
+
+
+def tokens_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("text", ["12 + 3", "", "no: 15"])
+def test_a_conversation_is_what_the_template_writes_of_it(tokenizer, text, closed):
+    encode = encoding(EnvironmentConfig(role="user"), tokenizer, (tokenizer.eos_token_id,))
+    turns = [{"role": "user", "content": "What is 7 + 8?"}, {"role": "assistant", "content": "7 + 8 = 15"}]
+    prompt = tokens_of(tokenizer, tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True))
+    said = [*tokens_of(tokenizer, "7 + 8 = 15"), *([tokenizer.eos_token_id] if closed else [])]
+    whole = tokenizer.apply_chat_template(
+        [*turns, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    assert [*prompt, *said, *encode(text, closed).tolist()] == tokens_of(tokenizer, whole)
+
+
+def test_text_stands_as_it_is(tokenizer):
+    encode = encoding(EnvironmentConfig(), tokenizer, (tokenizer.eos_token_id,))
+    for closed in (True, False):
+        found = encode(" 15", closed)
+        assert found.dtype == np.int32
+        assert tokenizer.decode(found) == " 15"
+
+
+def test_a_template_that_closes_an_answer_otherwise_is_refused(tokenizer):
+    tokenizer.chat_template = CHATML.replace("+ eos_token", "+ ', '")
+    with pytest.raises(ConfigError, match=r"environment\.role: the chat template closes an answer with"):
+        encoding(EnvironmentConfig(role="user"), tokenizer, (tokenizer.eos_token_id,))
+    tokenizer.chat_template = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}x"
+    with pytest.raises(ConfigError, match=r"refuses messages of tool: .*two at most"):
+        encoding(EnvironmentConfig(role="tool"), tokenizer, (tokenizer.eos_token_id,))
