@@ -58,6 +58,7 @@ def test_what_could_not_be_uploaded_is_refused_before_training(hub, monkeypatch,
 
 def test_a_hub_that_cannot_be_reached_is_named_before_training(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # it is not asked
     with pytest.raises(ConfigError, match="^output.push_to_hub: HF_HUB_OFFLINE is set: see that the hub can be"):
         check_upload(pushing())
 
