@@ -352,18 +352,12 @@ def test_too_few_positions_are_refused_with_the_remedy(arithmetic):
         chosen(513, str(folder))
 
 
-@pytest.fixture
-def broken(arithmetic):
-    """The shipped model with one number that is none."""
+def test_evaluation_and_servers_ask_too(arithmetic, tmp_path):
     folder, _ = arithmetic
     model = LlamaForCausalLM.from_pretrained(folder)
     model.model.layers[2].mlp.up_proj.weight.data[3, 5] = float("nan")
     model.save_pretrained(folder)
-    return folder, "NaN or infinity in model.layers.2.mlp.up_proj.weight"
-
-
-def test_evaluation_and_servers_ask_too(broken, tmp_path):
-    folder, message = broken
+    message = "NaN or infinity in model.layers.2.mlp.up_proj.weight"
     options = EvaluationOptions(
         model=str(folder),
         data={"test": ("builtin:arithmetic",), "test_limit": 1},
