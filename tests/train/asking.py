@@ -1,6 +1,8 @@
-"""Requests to rollout engines, from what tests have at hand."""
+"""Requests to rollout engines, from what tests have at hand, and a check of their answers."""
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from exgrpo.train.common.records import TokenIds
 from exgrpo.train.rollout.engine import Request, Sampling
@@ -11,3 +13,14 @@ def requests_for(
 ) -> list[Request]:
     """counts[i] answers to prompts[i] by seeds[i], all sampled in the same way."""
     return [Request(prompt, count, sampling, seed) for prompt, count, seed in zip(prompts, counts, seeds, strict=True)]
+
+
+def check_ends(answers, eos, most):
+    """Answers of [R] token ids, whether they are finished and log-probs end with their first EOS, or are cut."""
+    assert {finished for _, finished, _ in answers} == {True, False}
+    for response, finished, log_prob in answers:
+        ends = np.flatnonzero(np.isin(response, eos)).tolist()
+        assert ends == ([len(response) - 1] if finished else [])
+        assert finished or len(response) == most
+        assert log_prob is None or len(log_prob) == len(response)
+    assert {response[-1] for response, finished, _ in answers if finished} == set(eos)

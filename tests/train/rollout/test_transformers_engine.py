@@ -25,10 +25,9 @@ from exgrpo.train.rollout.transformers.draws import Noise, draw, invert
 from exgrpo.train.rollout.transformers.engine import SharedEngine, TransformersEngine, shares_policy
 from tests.integrations import tiny as models
 from tests.train import tiny
-from tests.train.asking import requests_for
+from tests.train.asking import check_ends, requests_for
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
-from tests.train.rollout.ends import check_ends
 from tests.train.run.test_weight_check import FullLogitPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")

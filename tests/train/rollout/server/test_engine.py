@@ -16,10 +16,9 @@ from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
-from tests.train.asking import requests_for
+from tests.train.asking import check_ends, requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, completed, free_port
-from tests.train.rollout.ends import check_ends
 from tests.train.rollout.server.servers import LONGEST, Server
 from tests.train.rollout.vllm.installed import real
 from tests.train.run.test_weight_check import FullLogitPolicy
@@ -262,6 +261,9 @@ def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(flee
         opened(fleet.first, max_tokens=57)
     with pytest.raises(ConfigError, match=f"has dtype float32 and not bfloat16.*{command}.*--dtype bf16"):
         opened(fleet.first, dtype="bf16")
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError, match=f"rollout.servers: {nowhere} cannot be reached"):
+        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=(nowhere,)), LoneWorld())
 
 
 def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog):
@@ -278,12 +280,6 @@ def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog
     assert policy.gap(PROMPTS, sample(engine), TEMPERATURE)[0] < 1e-4
     (warning,) = warnings_in(caplog)
     assert f"{fleet.second.url} takes no weights and is left out until it does: " in warning
-
-
-def test_an_address_where_no_server_is(fleet):
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ConfigError, match=f"rollout.servers: {url} cannot be reached"):
-        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=(url,)), LoneWorld())
 
 
 def test_routes_that_change_a_server_are_open_to_no_other_machine_and_nobody_without_the_token(fleet):
