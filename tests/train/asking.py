@@ -1,11 +1,12 @@
 """Requests to rollout engines, from what tests have at hand, and a check of their answers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from exgrpo.train.common.records import TokenIds
-from exgrpo.train.rollout.engine import Request, Sampling
+from exgrpo.train.common.records import Rollout, TokenIds
+from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect, generate
 
 
 def requests_for(
@@ -24,3 +25,11 @@ def check_ends(answers, eos, most):
         assert finished or len(response) == most
         assert log_prob is None or len(log_prob) == len(response)
     assert {response[-1] for response, finished, _ in answers if finished} == set(eos)
+
+
+def in_two_parts(engine: RolloutEngine, requests: Sequence[Request], first: int) -> list[list[Rollout]]:
+    """The answers to requests, of which a call writes at most so many tokens and another one the rest."""
+    short = [replace(one, sampling=replace(one.sampling, max_tokens=first)) for one in requests]
+    begun = collect(short, engine.generate(short))
+    asked = [replace(one, begun=tuple(of_one)) for one, of_one in zip(requests, begun, strict=True)]
+    return collect(asked, generate(engine, asked))

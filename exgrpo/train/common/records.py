@@ -133,6 +133,34 @@ class Rollout:
     response_mask: Mask | None = None
     allowed_tokens: AllowedTokens | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence["Rollout"], *, finished: bool) -> "Rollout":
+        """Concatenate the parts of an answer.
+
+        Where a part lacks log-probs or entropies that another one has, they are NaN, and 0 for observations.
+        """
+        length = [len(part.response) for part in parts]
+        masks = [
+            np.ones(tokens, bool) if part.response_mask is None else part.response_mask
+            for part, tokens in zip(parts, length, strict=True)
+        ]
+
+        def numbers(values: Sequence[npt.NDArray[np.float32] | None]) -> npt.NDArray[np.float32] | None:
+            if all(of_part is None for of_part in values):
+                return None
+            missing = (np.where(mask, np.float32(np.nan), np.float32(0)) for mask in masks)
+            return np.concatenate([none if of is None else of for none, of in zip(missing, values, strict=True)])
+
+        mask = np.concatenate(masks)
+        return cls(
+            np.concatenate([part.response for part in parts]),
+            finished,
+            log_prob=numbers([part.log_prob for part in parts]),
+            entropy=numbers([part.entropy for part in parts]),
+            response_mask=None if mask.all() else mask,
+            allowed_tokens=AllowedTokens.from_parts([part.allowed_tokens for part in parts], length),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Score:

@@ -15,7 +15,7 @@ from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
 from exgrpo.train.reward.contract import TURNS
 from exgrpo.train.reward.pool import Grader, Grading
-from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine, Sampling
+from exgrpo.train.rollout.engine import Finished, Request, RolloutEngine, Sampling, generate
 from exgrpo.train.rollout.stops import Stops, text_of, turns_of
 from exgrpo.train.rollout.turns.conversations import Conversations
 
@@ -85,7 +85,7 @@ class RolloutWorker:
         generated = (
             self.conversations.generate(self.engine, requests, asked)
             if self.conversations
-            else self.engine.generate(requests)
+            else generate(self.engine, requests)
         )
         answers: list[tuple[Finished, str]] = []
         problem: RolloutError | None = None

@@ -1,12 +1,14 @@
 """The common interface of rollout engines, and the settings they are made with."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from exgrpo.train.common.records import EngineCounts, Rollout, TokenIds
+from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.policy.source import ModelSource
@@ -46,12 +48,29 @@ class Request:
     Attributes:
         prompt: [P] token ids.
         seed: one seed for all of these answers, below 2^63.
+        begun: [count] tokens with which each answer begins, with the log-probs of the policy that wrote them or
+            without; None: no tokens. Empty: no answer is begun. Engines are called by `generate` then.
     """
 
     prompt: TokenIds
     count: int
     sampling: Sampling
     seed: int
+    begun: tuple[Rollout | None, ...] = ()
+
+    def rest(self, sample: int, begun: Rollout | None) -> "Request":
+        """Return the request for what follows the beginning of an answer."""
+        written = np.empty(0, np.int32) if begun is None else begun.response
+        left = self.sampling.max_tokens - len(written)
+        return Request(
+            prompt=np.concatenate([self.prompt, written]),
+            count=1,
+            sampling=replace(
+                self.sampling, max_tokens=left, stop=replace(self.sampling.stop, before=tuple(written.tolist()))
+            ),
+            # Not the numbers that the beginning was drawn with, nor those of another answer.
+            seed=derive_seed(self.seed, "rest", sample, len(written)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +140,31 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free everything; the engine is not used again."""
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Finished]:
+    """Generate as `RolloutEngine.generate`, also answers that are begun; those that are whole are yielded as they are.
+
+    A begun answer becomes a request of its own, whose prompt goes on with its tokens.
+    """
+    asked: list[Request] = []
+    of_asked: list[tuple[int, int, Rollout | None]] = []
+    for i, request in enumerate(requests):
+        if not request.begun:
+            asked.append(request)
+            of_asked.append((i, 0, None))
+        for sample, begun in enumerate(request.begun):
+            if begun is not None and (begun.finished or len(begun.response) >= request.sampling.max_tokens):
+                yield Finished(i, sample, begun)
+            else:
+                asked.append(request.rest(sample, begun))
+                of_asked.append((i, sample, begun))
+    for answer in engine.generate(asked):
+        i, first, begun = of_asked[answer.request]
+        rollout = answer.rollout
+        if begun is not None:
+            rollout = Rollout.joined([begun, rollout], finished=rollout.finished)
+        yield Finished(i, first + answer.sample, rollout)
 
 
 def collect(requests: Sequence[Request], finished: Iterable[Finished]) -> list[list[Rollout]]:

@@ -25,10 +25,12 @@ class Stops:
     Attributes:
         strings: non-empty strings; may be none.
         decode: decoder of the trainer's tokenizer.
+        before: tokens of the answer that come before the response, of which it is the rest; without a stop string.
     """
 
     strings: tuple[str, ...]
     decode: Decode
+    before: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.strings)
@@ -48,7 +50,7 @@ class Stops:
             return False
         # A token has at least one byte. One token more, since some decoders strip a space from the first token.
         tokens = 1 + max(len(string.encode()) for string in self.strings)
-        return self._stopped(response[-tokens:]) and self._stopped(response)
+        return self._stopped(response[-tokens:], max(0, tokens - len(response))) and self._stopped(response)
 
     def cut(self, answer: Rollout) -> Rollout:
         """Cut an answer after the first stop string; without one, return it unchanged."""
@@ -60,8 +62,12 @@ class Stops:
         allowed_tokens = None if answer.allowed_tokens is None else answer.allowed_tokens[:length]
         return replace(answer, finished=True, allowed_tokens=allowed_tokens, **shorter)
 
-    def _stopped(self, tokens: Tokens) -> bool:
-        return bool(self.strings) and _start(self.decode(tokens), self.strings) is not None
+    def _stopped(self, tokens: Tokens, most: int | None = None) -> bool:
+        """True if the tokens have a stop string, together with at most the last `most` of those before."""
+        if not self.strings:
+            return False
+        before = self.before[-most:] if most else self.before if most is None else ()
+        return _start(self.decode([*before, *tokens] if before else tokens), self.strings) is not None
 
 
 NO_STOPS = Stops((), decode=lambda tokens: "")

@@ -13,6 +13,7 @@ from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.stops import NO_STOPS, Stops, text_of
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.train import pieces, tiny
+from tests.train.asking import in_two_parts, requests_for
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 
@@ -54,6 +55,20 @@ def test_an_answer_ends_where_a_plain_scan_finds_the_first_stop_string(tokens, s
     assert cut.finished == (expected is not None)
     written = pieces.read(tokens[:expected])
     assert text_of(cut, pieces.read, strings) == (written if expected is None else pieces.before(written, strings))
+
+
+@settings(max_examples=300, deadline=None)
+@given(answers, stop_strings, st.integers(0, 30))
+@example(pieces.tokens(b"a", b"\n\nQ: a", b"b").tolist(), ("\n\nQ: ab",), 2)
+def test_an_answer_that_is_begun_ends_where_the_whole_one_does(tokens, strings, seam):
+    expected = pieces.scan(tokens, strings)
+    seam = min(seam, len(tokens) - 1, (expected or len(tokens)) - 1)
+    stop = Stops(strings, pieces.read, before=tuple(tokens[:seam]))
+    rest = tokens[seam:]
+    assert stop.end(rest) == (expected and expected - seam)
+    for length in range(1, len(rest) + 1 if expected is None else expected - seam):
+        assert not stop.reached(rest[:length])
+    assert expected is None or stop.reached(rest[: expected - seam])
 
 
 @settings(max_examples=300, deadline=None)
@@ -113,6 +128,17 @@ def test_stopped_answers_are_the_scan_of_those_that_run_on(engine):
     assert any(len(short) == MAX_TOKENS for _, short in at_stop)
     assert any(after[:2] == before[:2] and before[1] for before, after in pairs)
     assert any(not finished for _, finished, _ in stopped)
+
+
+def test_stop_strings_over_a_seam_end_answers(engine):
+    answers = in_two_parts(engine, requests_for(PROMPTS, [30] * len(PROMPTS), STOPPED, range(len(PROMPTS))), 3)
+    ends = [(pieces.scan(rollout.response, STRINGS), rollout) for of_prompt in answers for rollout in of_prompt]
+    for end, rollout in ends:
+        assert end in (None, len(rollout.response))
+        assert rollout.finished == (end is not None or rollout.response[-1] in EOS)
+        assert rollout.finished or len(rollout.response) == MAX_TOKENS
+    after_seam = [rollout.response for end, rollout in ends if end is not None and end > 3]
+    assert any(pieces.scan(response[3:], STRINGS) is None for response in after_seam)  # only both parts have one
 
 
 def test_generation_ends_when_all_answers_have(engine):

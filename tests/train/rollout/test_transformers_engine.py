@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM
 
 from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import RolloutError
-from exgrpo.train.common.records import SHARED
+from exgrpo.train.common.records import SHARED, Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.objective import ObjectiveConfig
 from exgrpo.train.policy.attention import ONE_TOKEN, PACKED
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.source import find_model
-from exgrpo.train.rollout.engine import Sampling, collect
+from exgrpo.train.rollout.engine import Request, Sampling, collect, generate
 from exgrpo.train.rollout.transformers.decode import CACHE_ARGUMENTS
 from exgrpo.train.rollout.transformers.draws import Noise, draw, invert
 from exgrpo.train.rollout.transformers.engine import SharedEngine, TransformersEngine, shares_policy
 from tests.integrations import tiny as models
 from tests.train import tiny
-from tests.train.asking import check_ends, requests_for
+from tests.train.asking import check_ends, in_two_parts, requests_for
 from tests.train.configs import configured
 from tests.train.fakes import LoneWorld
 from tests.train.run.test_weight_check import FullLogitPolicy
@@ -73,6 +73,34 @@ def test_log_probs_are_those_of_a_full_forward_at_the_temperature_before_and_aft
                 weight.add_(torch.randn_like(weight), alpha=0.1)
             engine.push_weights(policy.weights())
         assert policy.gap(PROMPTS, tiny.rollouts(engine, PROMPTS, [3] * 6, sampling, seed=0), 0.7)[0] < 1e-4
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 30, "min_p": 0.01, "allowed_tokens": True}])
+def test_begun_answers_go_on_as_the_policy_does_after_prompt_and_beginning(engine, folder, cut):
+    sampling = Sampling(max_tokens=12, temperature=0.7, log_prob=True, **cut)
+    asked = requests_for(PROMPTS, [5, 1, 0, 3, 5, 5], sampling, range(6))
+    answers = in_two_parts(engine, asked, 4)
+    for rollout in (rollout for of_prompt in answers for rollout in of_prompt):
+        ends = np.flatnonzero(np.isin(rollout.response, EOS)).tolist()
+        assert ends == ([len(rollout.response) - 1] if rollout.finished else [])
+        assert rollout.finished or len(rollout.response) == 12
+    assert FullLogitPolicy(folder).gap(PROMPTS, answers, 0.7)[0] < 1e-4
+
+
+def test_beginnings_may_lack_log_probs_differ_by_answer_or_be_the_whole(engine, folder):
+    begun, whole = Rollout(np.array([7, 8], np.int32), False), Rollout(np.array([9, 2], np.int32), True)
+    longest = Rollout(np.arange(10, 22, dtype=np.int32), False)
+    sampling = Sampling(max_tokens=12, log_prob=True)
+    asked = [Request(PROMPTS[0], 6, sampling, 3, begun=(begun, whole, None, longest, begun, None))]
+    (answers,) = collect(asked, generate(engine, asked))
+    assert answers[1] is whole
+    assert answers[3] is longest
+    for at in (0, 4):
+        assert answers[at].response[:2].tolist() == [7, 8]
+        assert np.isnan(answers[at].log_prob).tolist() == [True] * 2 + [False] * (len(answers[at].response) - 2)
+    assert answers[0].response.tolist() != answers[4].response.tolist()
+    assert answers[2].response.tolist() != answers[5].response.tolist()
+    assert FullLogitPolicy(folder).gap(PROMPTS[:1], [[answers[2], answers[5]]], 1.0)[0] < 1e-4
 
 
 def test_weights_that_are_missing_or_unknown_are_named(engine):

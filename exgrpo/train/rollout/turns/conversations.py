@@ -10,12 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
-from typing import Any
 
 import numpy as np
 
 from exgrpo.train.common.errors import shown
-from exgrpo.train.common.records import AllowedTokens, Rollout, TokenIds
+from exgrpo.train.common.records import Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import EnvironmentConfig
 from exgrpo.train.data.questions import Question
@@ -60,27 +59,7 @@ class _Dialogue:
 
     def finished(self, *, whole: bool) -> Finished:
         """Return the answer as it is; `whole`: it was not cut."""
-        written = [np.full(len(part.response), part.response_mask is None) for part in self.parts]
-        alone = all(mask.all() for mask in written)
-        rollout = Rollout(
-            np.concatenate(self.tokens),
-            whole,
-            log_prob=self._joined("log_prob"),
-            entropy=self._joined("entropy"),
-            response_mask=None if alone else np.concatenate(written),
-            allowed_tokens=AllowedTokens.from_parts(
-                [part.allowed_tokens for part in self.parts], list(map(len, self.tokens))
-            ),
-        )
-        return Finished(self.request, self.sample, rollout)
-
-    def _joined(self, name: str) -> Any:
-        """Join one number per token, 0 for observations; None if the engine gave none."""
-        of_parts = [getattr(part, name) for part in self.parts]
-        if of_parts[0] is None:
-            return None
-        zeros = (np.zeros(len(part.response), np.float32) for part in self.parts)
-        return np.concatenate([zero if of is None else of for zero, of in zip(zeros, of_parts, strict=True)])
+        return Finished(self.request, self.sample, Rollout.joined(self.parts, finished=whole))
 
 
 class Conversations:

@@ -16,7 +16,7 @@ from exgrpo.train.rollout.server.pool import NoServerError
 from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
-from tests.train.asking import check_ends, requests_for
+from tests.train.asking import check_ends, in_two_parts, requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, completed, free_port
 from tests.train.rollout.server.servers import LONGEST, Server
@@ -149,6 +149,18 @@ def test_stopped_answers_end_at_their_first_stop_string_and_the_server_stops_the
     assert policy.gap(PROMPTS, answers, temperature=1.0)[0] < 1e-4
     # Rarely a broken character keeps the server from seeing its text for a token.
     assert fleet.first.generated() - start < 1.05 * sum(len(rollout.response) for rollout in everything)
+
+
+def test_begun_answers_go_on_as_the_policy_does_after_prompt_and_beginning(fleet, opened):
+    engine, policy = pushed(fleet, opened)
+    strings = ("b\n", "é:", ":Q", "x1", "</s>")
+    sampling = Sampling(MAX_TOKENS, log_prob=True, stop=Stops(strings, pieces.read))
+    answers = in_two_parts(engine, requests_for(PROMPTS, [40] * len(PROMPTS), sampling, range(len(PROMPTS))), 3)
+    assert policy.gap(PROMPTS, answers, 1.0)[0] < 1e-4
+    responses = [rollout.response for of_prompt in answers for rollout in of_prompt]
+    ends = [pieces.scan(response, strings) for response in responses]
+    assert all(end in (None, len(response)) for end, response in zip(ends, responses, strict=True))
+    assert any(end and end > 3 for end in ends)
 
 
 def test_prompts_that_share_a_block_come_from_the_cache_until_a_push(fleet, opened):

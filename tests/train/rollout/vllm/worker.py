@@ -27,7 +27,7 @@ from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
-from tests.train.asking import requests_for
+from tests.train.asking import in_two_parts, requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.run.test_weight_check import FullLogitPolicy
 
@@ -169,6 +169,17 @@ def cut(policy, engine):
     return {"gaps of cut answers": seen, "words": sizes}
 
 
+def begin(policy, engine):
+    """Differences of answers that two calls have written, whole and cut; and how long they are."""
+    gaps, lengths = [], []
+    for more in ({}, {**CUT, "stop": Stops(STOPS, pieces.read)}):
+        sampling = Sampling(MAX_TOKENS, log_prob=True, **more)
+        answers = in_two_parts(engine, requests_for(PROMPTS, COUNTS, sampling, range(6)), 4)
+        gaps.append(policy.gap(PROMPTS, answers, 1.0))
+        lengths += [len(rollout.response) for of_prompt in answers for rollout in of_prompt]
+    return {"gaps of begun answers": gaps, "lengths of begun answers": lengths}
+
+
 def check(policy, engine, dtype):
     try:
         return check_engine(policy, engine, PROMPTS, dtype=dtype, max_tokens=MAX_TOKENS, seed=0)
@@ -216,7 +227,7 @@ def observe(folder, dtype, ranks):
     with torch.no_grad():
         logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
     seen["first probabilities"] = logits.float().softmax(-1).tolist()
-    seen |= cut(policy, engine)
+    seen |= cut(policy, engine) | begin(policy, engine)
     seen |= watch_weights(engine, policy, dtype)
     engine.close()
     seen["world after close"] = dist.is_initialized() and dist.get_world_size()
