@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exgrpo.train.common.functions import Needs
-from exgrpo.train.common.records import Score
+from exgrpo.train.common.records import Rollout, Score
 from exgrpo.train.common.seeds import derive_seed, generator
 from exgrpo.train.common.step_batch import LOG_PROB_SOURCES, Ints, StepBatch
 from exgrpo.train.config.objective import SURROGATES, overlong_penalty
@@ -36,6 +36,7 @@ from exgrpo.train.replay.groups import fill_advantages
 from exgrpo.train.replay.rules import ImportanceWeighting
 from exgrpo.train.rollout.answers import Produced, RolloutWorker
 from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.partial import PartialRollouts, Underway
 from exgrpo.train.rollout.stops import Stops
 
 
@@ -60,10 +61,15 @@ class StepResult:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """Groups of a step, and its answers if they are generated while the step before updates."""
+    """Groups of a step, and its answers if they are generated while the step before updates.
+
+    Attributes:
+        whole: of partial rollouts, the first groups, whose answers are written.
+    """
 
     groups: list[PlannedGroup]
     produced: Future[Produced] | None = None
+    whole: Sequence[Underway] = ()
 
 
 class Trainer:
@@ -101,6 +107,10 @@ class Trainer:
             stop=Stops(config.rollout.stop, rollout_worker.decode),
             **config.rollout.cut,
         )
+        self.partial: PartialRollouts | None = None
+        if config.rollout.partial:
+            questions_of = self.questions.__getitem__
+            self.partial = PartialRollouts(config.rollout, rollout_worker, questions_of, self.sampling)
         mixture = Mixture(questions.sizes, weights) if weights else None
         self.replay = Replay(
             config.method,
@@ -131,9 +141,13 @@ class Trainer:
         clock, self._read = PhaseClock(), []
         with clock("select"):
             planned = self._next or PlannedStep(self.replay.plan(self.config.questions, step))
-            replayed = self.replay.select(planned.groups, self._mean_scores)
         if not planned.groups:
             return None
+        if self.partial:
+            with clock("rollout"):
+                planned = self._advance(planned.groups, self.partial, step)
+        with clock("select"):
+            replayed = self.replay.select(planned.groups, self._mean_scores)
         with clock("rollout"):
             batch = self._generate(planned, replayed, step)
         admitted = None if self.replay.needs_scores else self.replay.admitted(batch)
@@ -154,7 +168,11 @@ class Trainer:
         with clock("score"):
             scored = self.scorer.by_passes(batch, scored, admitted, with_signal)
         correction = correct(batch, rows_of(with_signal), self.config.rollout)
-        staleness, self._next = float(planned.produced is not None), self._begin_next(step + 1)
+        ages = {
+            "staleness": float(planned.produced is not None),
+            **(self.partial.metrics(batch) if self.partial else {}),
+        }
+        self._next = self._begin_next(step + 1)
         with clock("update"):
             updates = self._update(batch, with_signal, keep_scores=len(scored.by_update) > 0)
         scored = self.scorer.by_update(batch, scored)
@@ -165,14 +183,19 @@ class Trainer:
         experience = {"pass_rate": report.pass_rate, **replay_metrics(self.replay, batch, step)}
         work = self._work(batch, scored, compared, with_signal)
         numbers = step_metrics(batch, self.questions, minibatches, updates, scored, clock.seconds, work)
-        metrics = {"step": step, **numbers, **experience, **correction, "staleness": staleness, **self._counters()}
+        metrics = {"step": step, **numbers, **experience, **correction, **ages, **self._counters()}
         notes = (report.note, self.idle.observe(batch, minibatches), overflowed(updates))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
 
     def _generate(self, planned: PlannedStep, replayed: StepBatch, step: int) -> StepBatch:
         """Return the graded answers of the planned groups, and those of refills while too few have a gradient."""
-        produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step)
-        batch = self._graded(produced, step).append_rows(replayed)
+        written = [[one for one in group.answers if one] for group in planned.whole] if self.partial else None
+        produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step, written)
+        batch = self._graded(produced, step)
+        if self.partial:
+            written_in = [steps for one in planned.whole for steps in one.steps]
+            batch.fill(staleness=step - np.concatenate([np.empty(0, np.int64), *written_in]))
+        batch = batch.append_rows(replayed)
         for _ in range(self.config.rollout.refills):
             more = self.replay.refill(batch, self.config.questions, step)
             if not more:
@@ -213,12 +236,27 @@ class Trainer:
         self._read += together(batch)
         return self.policy.score(batch, temperature)
 
-    def _produce(self, groups: Sequence[PlannedGroup], step: int) -> Produced:
+    def _advance(self, groups: Sequence[PlannedGroup], partial: PartialRollouts, step: int) -> PlannedStep:
+        """Return groups of partial rollouts that are whole, as many as are planned, and planned ones without any."""
+        whole = partial.advance(
+            [group for group in groups if group.fresh],
+            lambda wanted, without: self.replay.more(wanted, step, without),
+            step,
+            derive_seed(self.config.seed, "rollouts", step),
+        )
+        return PlannedStep(
+            [*(one.group for one in whole), *(group for group in groups if not group.fresh)], whole=whole
+        )
+
+    def _produce(
+        self, groups: Sequence[PlannedGroup], step: int, written: Sequence[Sequence[Rollout]] | None = None
+    ) -> Produced:
         return self.rollout_worker.produce(
             [self.questions[group.question] for group in groups],
             [group.fresh for group in groups],
             self.sampling,
             derive_seed(self.config.seed, "rollouts", step),
+            written,
         )
 
     def _begin_next(self, step: int) -> PlannedStep | None:
@@ -297,7 +335,9 @@ class Trainer:
         # Answers that were generated ahead are generated again: by then the policy is a newer one.
         ahead = self._next and numbers_of(self._next.groups, self.replay.memory.table.rows())
         own = {"skipped_updates": self.skipped_updates, "generated_tokens": self.generated_tokens, "ahead": ahead}
-        return ReplayState({**replay.values, **own, "generators": generators}, replay.arrays)
+        underway, arrays = self.partial.state() if self.partial else ([], {})
+        own |= {"underway": underway} if self.partial else {}
+        return ReplayState({**replay.values, **own, "generators": generators}, {**replay.arrays, **arrays})
 
     def restore(self, state: ReplayState) -> None:
         """Continue from a state of a trainer with the same configuration and questions."""
@@ -307,3 +347,5 @@ class Trainer:
         self.batch_rng.bit_generator.state = values["generators"]["batch"]
         if values["ahead"]:
             self._next = PlannedStep(planned_from(values["ahead"]))
+        if self.partial:
+            self.partial.restore(values["underway"], state.arrays)

@@ -173,6 +173,9 @@ class AnswerColumns:
         Floats, Column("token", "the engine's own log-prob at the sampling temperature; NaN where it gave none")
     ]
     engine_entropy: Annotated[Floats, Column("token", "the entropy in nats that the engine saw; NaN: it gave none")]
+    staleness: Annotated[
+        Ints, Column("token", "training steps since it was written, where answers go on in later ones", default=0)
+    ]
     old_log_prob: Annotated[
         Floats,
         Column(

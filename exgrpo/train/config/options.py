@@ -313,6 +313,11 @@ class Config(Section):
                 "environment.function needs rollout.tensor_parallel=1: every process calls the environment itself, "
                 "and the processes of one engine need the same replies"
             )
+        if self.environment.function is not None and self.rollout.partial:
+            raise ValueError(
+                "rollout.partial and environment.function exclude each other: the environment of an answer that goes "
+                "on later would have to be kept: leave one of them out"
+            )
         weights, sources = self.data.train_weights, self.data.train
         if weights and sources != ("",) and len(weights) != len(sources):  # "": the command line is to name them
             raise ValueError(

@@ -92,6 +92,17 @@ class RolloutConfig(CorrectionConfig):
         description="Generate the next step's answers during this step's update; needs servers and "
         "rollout.behaviour=engine.",
     )
+    partial: bool = Field(
+        False,
+        description="Partial rollouts: train as soon as enough groups are whole, and let the newer policy go on with "
+        "the other answers in the next step; needs rollout.behaviour=engine.",
+    )
+    oversample: float = Field(
+        1.5, ge=1, le=16, description="partial: groups under way, as a multiple of those that a step needs."
+    )
+    max_staleness: int = Field(
+        4, ge=1, le=MOST_STEPS, description="partial: an answer that began more steps ago begins anew."
+    )
     check_every: int = Field(
         20,
         ge=0,
@@ -127,6 +138,8 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "rollout.top_p and min_p need rollout.top_k with vLLM, which returns the allowed tokens only among so many "
             "of the likeliest ones: set rollout.top_k, 50 for instance"
         )
+    if rollout.partial:
+        _check_partial(rollout)
     if rollout.ahead and rollout.refills:
         raise ValueError(
             "rollout.ahead and rollout.refills exclude each other: how many questions a step asks is known only "
@@ -136,6 +149,19 @@ def check_rollout(rollout: RolloutConfig) -> None:
         raise ValueError(
             "rollout.ahead needs rollout.servers, which generate while the trainer updates, and "
             "rollout.behaviour=engine, for the policy that wrote the answers is gone when they are scored"
+        )
+
+
+def _check_partial(rollout: RolloutConfig) -> None:
+    if rollout.behaviour != "engine":
+        raise ValueError(
+            "rollout.partial needs rollout.behaviour=engine: an answer has tokens of several policies, and only the "
+            "engine's log-probs are those of the policy that wrote each"
+        )
+    if rollout.ahead or rollout.refills or rollout.servers:
+        raise ValueError(
+            "rollout.partial excludes rollout.ahead, rollout.refills and rollout.servers: a step ends in the middle of "
+            "its answers, and those go on in the next one; leave one of them out"
         )
 
 

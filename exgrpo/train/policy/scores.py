@@ -63,11 +63,14 @@ class FreshScorer:
         self.own_forward = config.update_scores and not settles
 
     def by_engine(self, batch: StepBatch) -> Scored:
-        """Take over the engine's scores of all fresh rows if they agree with the trainer's on a sample of the step."""
-        fresh = np.flatnonzero(batch.fresh)
+        """Take over the engine's scores of all fresh rows if they agree with the trainer's on a sample of the step.
+
+        Rows with tokens of an earlier policy have none of the present one.
+        """
+        fresh = np.flatnonzero(batch.fresh & (batch.sums(batch.column("staleness")) == 0))
         at = batch.places(fresh)
         log_prob, entropy = batch.engine_log_prob[at], batch.engine_entropy[at]
-        if not self.same_arithmetic or np.isnan(log_prob).any() or np.isnan(entropy).any():
+        if not len(fresh) or not self.same_arithmetic or np.isnan(log_prob).any() or np.isnan(entropy).any():
             return Scored()
         rows = fresh[np.linspace(0, len(fresh) - 1, max(2, int(SAMPLED * len(fresh)))).round().astype(int)]
         part = batch.take(rows)
@@ -124,7 +127,7 @@ def compared(batch: StepBatch, scored: Scored) -> tuple[Floats, Floats]:
 
 
 def _both(part: StepBatch, log_prob: Floats) -> tuple[Floats, Floats]:
-    known = part.response_mask & ~np.isnan(part.engine_log_prob)
+    known = part.response_mask & ~np.isnan(part.engine_log_prob) & (part.column("staleness") == 0)
     return log_prob[known], part.engine_log_prob[known]
 
 

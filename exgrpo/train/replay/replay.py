@@ -163,7 +163,7 @@ class Replay:
         ends = np.cumsum([len(of_group) for of_group in stored]).tolist()
         for group, of_group, end in zip(planned, stored, ends, strict=True):
             left, chosen = list(range(end - len(of_group), end)), []
-            for _ in range(group.choose):
+            for _ in range(min(group.choose, len(left))):  # a group that waited may have lost some
                 scores = MeanScores(entropy[left], nll[left])
                 chosen.append(left.pop(self._rule(table.values("length", rows[left]), scores, self.rng)))
             joined.append([*rows[chosen].tolist(), *group.rows])

@@ -1,7 +1,7 @@
 """Generate and grade answers to questions, spread over all ranks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from exgrpo.train.common.distributed import World, agree, fail_together
 from exgrpo.train.common.errors import RolloutError
-from exgrpo.train.common.records import Counts, TokenIds
+from exgrpo.train.common.records import Counts, Rollout, TokenIds
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.data.questions import Question
@@ -62,37 +62,43 @@ class RolloutWorker:
     tokens: int = field(default=0, init=False)
     _reported: set[tuple[str, str]] = field(default_factory=set, init=False)
     _unreported: list[str] = field(default_factory=list, init=False)
+    _seconds: float = field(default=0.0, init=False)
 
     def answer(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> StepBatch:
         """Sample counts[i] answers to questions[i] and grade them; returns and raises as `join`."""
         return self.join(self.produce(questions, counts, sampling, seed))
 
-    def produce(self, questions: Sequence[Question], counts: Sequence[int], sampling: Sampling, seed: int) -> Produced:
-        """Generate this rank's share of the answers, without waiting for other ranks or for the last grades."""
+    def produce(
+        self,
+        questions: Sequence[Question],
+        counts: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        written: Sequence[Sequence[Rollout]] | None = None,
+    ) -> Produced:
+        """Generate this rank's share of the answers, without waiting for other ranks or for the last grades.
+
+        Of answers that are `written` already, to the first questions that have any, all are only graded.
+        """
         ranks = self.engine.ranks
         share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
         asked = [question for _, (question, _) in share]
         requests = [
-            Request(
-                prompt=question.prompt_ids,
-                count=count,
-                sampling=self._sampling(question, sampling),
-                seed=derive_seed(seed, "question", question.index),
-            )
+            self.request(question, count, sampling, derive_seed(seed, "question", question.index))
             for _, (question, count) in share
         ]
         grading = self.grader.begin()
-        generated = (
-            self.conversations.generate(self.engine, requests, asked)
-            if self.conversations
-            else generate(self.engine, requests)
-        )
+        if written is not None:
+            mine = [written[position] if position < len(written) else [] for position, _ in share]
+            generated = iter([Finished(i, sample, one) for i, of in enumerate(mine) for sample, one in enumerate(of)])
+        elif self.conversations:
+            generated = self.conversations.generate(self.engine, requests, asked)
+        else:
+            generated = generate(self.engine, requests)
         answers: list[tuple[Finished, str]] = []
         problem: RolloutError | None = None
-        start = time.perf_counter()
-        self.engine.wake()
         try:
-            for answer in generated:
+            for answer in generated if written is not None else self.awake(generated):
                 if self.world.rank % ranks == 0:
                     question = asked[answer.request]
                     text = text_of(answer.rollout, self.decode, requests[answer.request].sampling.stop.strings)
@@ -101,17 +107,30 @@ class RolloutWorker:
                     answers.append((answer, text))
         except RolloutError as error:
             problem = error
-        self.engine.sleep()
-        seconds, broken = time.perf_counter() - start, None
+        (seconds, self._seconds), broken = (self._seconds, 0.0), None
         if self.conversations:
             broken, self.conversations.broken = self.conversations.broken, 0
         positions = [position for position, _ in share]
         spent = Counts(len(answers), 0, 0, seconds, 0.0, self.engine.counts(), broken)
         return Produced(questions, counts, positions, answers, grading, spent, problem)
 
-    def _sampling(self, question: Question, sampling: Sampling) -> Sampling:
-        """Apply the stop strings of the question's source, if it has its own."""
-        return sampling if question.stop is None else replace(sampling, stop=Stops(question.stop, self.decode))
+    def request(self, question: Question, count: int, sampling: Sampling, seed: int) -> Request:
+        """Return the request for answers to a question, with the stop strings of its source if that has its own."""
+        if question.stop is not None:
+            sampling = replace(sampling, stop=Stops(question.stop, self.decode))
+        return Request(question.prompt_ids, count, sampling, seed)
+
+    def awake(self, generated: Iterator[Finished]) -> Iterator[Finished]:
+        """Yield what the engine generates, and put it to sleep again; the time counts in the next `Produced`."""
+        start = time.perf_counter()
+        self.engine.wake()
+        try:
+            yield from generated
+        except RolloutError:
+            self.engine.sleep()
+            raise
+        self.engine.sleep()
+        self._seconds += time.perf_counter() - start
 
     def join(self, produced: Produced) -> StepBatch:
         """Gather the graded answers of all ranks; a collective call with the same result on every rank.

@@ -1,6 +1,6 @@
 """The common interface of rollout engines, and the settings they are made with."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +14,9 @@ from exgrpo.train.config.rollout import RolloutConfig
 from exgrpo.train.policy.source import ModelSource
 from exgrpo.train.policy.tokenizer import DTYPES, Pretrained
 from exgrpo.train.rollout.stops import NO_STOPS, Stops
+
+Enough = Callable[[], bool]
+"""Asked after each answer of a call: True ends the call early."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,10 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A finished answer: number `sample` (from 0) of the call's request number `request`."""
+    """An answer: number `sample` (from 0) of the call's request number `request`.
+
+    It is finished, as long as possible, or, once a call has enough, what is written so far.
+    """
 
     request: int
     sample: int
@@ -95,7 +101,7 @@ class RolloutEngine(Protocol):
     free_log_prob: bool
     ranks: int
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Finished]:
         """Sample the requested answers and yield each as soon as it is finished, in any order.
 
         The requests of a call may differ only in lengths and stop strings. If `unrepeatable` is None, the same call
@@ -106,6 +112,9 @@ class RolloutEngine(Protocol):
         the token that completes a stop string (finished), or is cut after `max_tokens` (not finished). With
         `log_prob`, rollouts carry the engine's log-probs under the distribution that was sampled from (temperature
         and allowed tokens applied), and entropies if the engine has them.
+
+        Once `enough`, where it is given, returns True, the call ends: it yields what is written of the other answers,
+        not finished and shorter than `max_tokens`, and nothing of those without a token. Servers do not take it.
 
         It does not wait for other ranks. Engines that run elsewhere (servers) may be called in a separate thread.
 
@@ -142,7 +151,12 @@ class RolloutEngine(Protocol):
         """Free everything; the engine is not used again."""
 
 
-def generate(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Finished]:
+def is_whole(answer: Rollout, max_tokens: int) -> bool:
+    """True if an answer is finished or as long as possible."""
+    return answer.finished or len(answer.response) >= max_tokens
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Finished]:
     """Generate as `RolloutEngine.generate`, also answers that are begun; those that are whole are yielded as they are.
 
     A begun answer becomes a request of its own, whose prompt goes on with its tokens.
@@ -154,12 +168,14 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Fin
             asked.append(request)
             of_asked.append((i, 0, None))
         for sample, begun in enumerate(request.begun):
-            if begun is not None and (begun.finished or len(begun.response) >= request.sampling.max_tokens):
+            if begun is not None and is_whole(begun, request.sampling.max_tokens):
                 yield Finished(i, sample, begun)
             else:
                 asked.append(request.rest(sample, begun))
                 of_asked.append((i, sample, begun))
-    for answer in engine.generate(asked):
+    if enough and enough():
+        return
+    for answer in engine.generate(asked, enough) if enough else engine.generate(asked):
         i, first, begun = of_asked[answer.request]
         rollout = answer.rollout
         if begun is not None:

@@ -30,11 +30,11 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def continued(folder, *arguments, ranks):
+def continued(folder, *arguments, ranks, vllm=False):
     """A copy of a run of four steps that goes on from its middle."""
     copy = shutil.copytree(folder, folder.with_name("resumed"))
     shutil.rmtree(copy / "checkpoints" / "step_00000004")
-    completed(MAIN, f"--resume={copy}", *arguments, ranks=ranks)
+    completed(MAIN, f"--resume={copy}", *arguments, ranks=ranks, vllm=vllm)
     return copy
 
 

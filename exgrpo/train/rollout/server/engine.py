@@ -9,7 +9,7 @@ import torch
 from exgrpo.train.common.distributed import World, agree, on_main
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import EngineCounts
-from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
+from exgrpo.train.rollout.engine import EngineSettings, Enough, Finished, Request
 from exgrpo.train.rollout.server.check import FRESH
 from exgrpo.train.rollout.server.client import ServerClient
 from exgrpo.train.rollout.server.guard import server_token
@@ -61,8 +61,10 @@ class ServerEngine:
         other = "it has weights of another run until some are pushed; a server that is started anew has the model's"
         self._pool.renew({url: "" if of_server.label == FRESH else other for url, of_server in facts.items()})
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Finished]:
         """Generate as `RolloutEngine.generate`, without the seeds; raise NoServerError if no server is left."""
+        if enough is not None:
+            raise ValueError("servers do not return what is written of an answer, so `enough` is not for them")
         # Answers in one HTTP request share their prompt's blocks in the server's cache.
         most = self._sequences
         jobs = [

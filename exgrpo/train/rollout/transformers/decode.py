@@ -16,7 +16,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import AllowedTokens, Rollout, TokenIds
-from exgrpo.train.rollout.engine import Sampling
+from exgrpo.train.rollout.engine import Enough, Sampling
 from exgrpo.train.rollout.transformers.draws import Drawn, Noise, draw
 
 KEPT = 0.8
@@ -36,6 +36,7 @@ def decode(
     eos: TokenIds,
     pad: int,
     shared: int,
+    enough: Enough | None = None,
 ) -> Iterator[tuple[int, Rollout]]:
     """Sample answers and yield each with its index as soon as it is finished.
 
@@ -46,6 +47,7 @@ def decode(
         sampling: [N] sampling parameters; they may differ only in lengths and stop strings.
         pad: token id for padding prompts on the left.
         shared: length of the common prefix of all prompts; must be 0 unless `keeps_all`.
+        enough: once it returns True, the other answers are yielded as they are.
 
     Raises:
         RolloutError: the model does not use the given cache.
@@ -71,6 +73,11 @@ def decode(
             answer = int(answers[place])
             yield answer, written.rollout(answer, position + 1, sampling[answer], finished=bool(last[place]))
         open_ &= ~ended
+        if enough and ended.any() and enough():
+            for place in np.flatnonzero(open_):
+                answer = int(answers[place])
+                yield answer, written.rollout(answer, position + 1, sampling[answer], finished=False)
+            break
         if not open_.any():
             break
         if open_.mean() < KEPT:

@@ -13,7 +13,7 @@ from exgrpo.train.common.distributed import World
 from exgrpo.train.common.records import EngineCounts, shared_prefix
 from exgrpo.train.config.options import Config
 from exgrpo.train.policy.attention import ONE_TOKEN
-from exgrpo.train.rollout.engine import EngineSettings, Finished, Request
+from exgrpo.train.rollout.engine import EngineSettings, Enough, Finished, Request
 from exgrpo.train.rollout.transformers.decode import decode, keeps_all
 from exgrpo.train.rollout.transformers.draws import Noise
 
@@ -48,11 +48,11 @@ class TransformersEngine:
             model.set_attn_implementation(ONE_TOKEN)
         return model.to(self.device).eval().requires_grad_(False)
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Finished]:
         """Generate as `RolloutEngine.generate`, in batches by the length of the prompts."""
         jobs = [(i, sample) for i, request in enumerate(requests) for sample in range(request.count)]
         jobs.sort(key=lambda job: len(requests[job[0]].prompt))
-        while jobs:
+        while jobs and not (enough and enough()):
             # The last job has the longest prompt: it sets the width of the batch.
             longest = max(requests[i].sampling.max_tokens for i, _ in jobs)
             rows = max(1, self.batch_tokens // (len(requests[jobs[-1][0]].prompt) + longest))
@@ -71,6 +71,7 @@ class TransformersEngine:
                 eos=self.eos,
                 pad=self.pad,
                 shared=shared,
+                enough=enough,
             )
             for number, rollout in answers:
                 i, sample = batch[number]

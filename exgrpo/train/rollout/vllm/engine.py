@@ -14,7 +14,7 @@ from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout
 from exgrpo.train.common.seeds import derive_seed
 from exgrpo.train.config.rollout import RolloutConfig
-from exgrpo.train.rollout.engine import EngineSettings, Finished, Request, Sampling
+from exgrpo.train.rollout.engine import EngineSettings, Enough, Finished, Request, Sampling
 from exgrpo.train.rollout.vllm.llm import Llm, of_device
 from exgrpo.train.rollout.vllm.probe import differing
 from exgrpo.train.rollout.vllm.process import Guest, import_vllm, kept_environment
@@ -65,7 +65,7 @@ class VllmEngine:
         self._weights: Iterable[tuple[str, torch.Tensor]] | None = None
         self._prompt_tokens = self._cached_tokens = 0
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def generate(self, requests: Sequence[Request], enough: Enough | None = None) -> Iterator[Finished]:
         """Generate as `RolloutEngine.generate`; closing the iterator aborts unfinished answers."""
         if self._llm.asleep:
             raise RuntimeError("the rollout engine is asleep: wake it before it generates")
@@ -79,32 +79,38 @@ class VllmEngine:
         try:
             with self._guest:
                 for name, (i, sample) in asked.items():
-                    self._add(name, requests[i], sample)
-            while self._llm.busy():
+                    self._add(name, requests[i], sample, stream=enough is not None)
+            begun: dict[str, Any] = {}
+            while self._llm.busy() and not (enough and enough()):
                 with drawing:
                     outputs = self._llm.step()
                 for output in outputs:
-                    answer = output.outputs[0]
                     i, sample = asked[output.request_id]
-                    request = requests[i]
                     if not output.finished:
-                        if not request.sampling.stop.reached(answer.token_ids):
+                        if not requests[i].sampling.stop.reached(output.outputs[0].token_ids):
+                            begun[output.request_id] = output
                             continue
                         self._llm.abort([output.request_id])
                     del asked[output.request_id]
-                    self._prompt_tokens += len(request.prompt)
-                    self._cached_tokens += output.num_cached_tokens or 0
-                    yield Finished(i, sample, _rollout(answer, request.sampling))
+                    begun.pop(output.request_id, None)
+                    yield self._answer(i, sample, requests[i], output)
+            for name, output in begun.items():
+                yield self._answer(*asked[name], requests[asked[name][0]], output)
         finally:
             self._llm.abort(list(asked))
 
-    def _add(self, name: str, request: Request, sample: int) -> None:
+    def _answer(self, i: int, sample: int, request: Request, output: Any) -> Finished:
+        self._prompt_tokens += len(request.prompt)
+        self._cached_tokens += output.num_cached_tokens or 0
+        return Finished(i, sample, _rollout(output.outputs[0], request.sampling))
+
+    def _add(self, name: str, request: Request, sample: int, *, stream: bool) -> None:
         sampling = request.sampling
         self._llm.add(
             name,
             request.prompt.tolist(),
             # Stop strings are searched here, after each token: vLLM has no tokenizer.
-            stream=bool(sampling.stop),
+            stream=stream or bool(sampling.stop),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
