@@ -289,7 +289,7 @@ def update(policy, number):
     return policy.update(tiny.minibatches(OBJECTIVE)[number], clip=True)
 
 
-def generate(engine):
+def awake_rollouts(engine):
     engine.wake()
     answers = tiny.rollouts(engine, PROMPTS[:4], [3] * 4, SAMPLING, seed=0)
     engine.sleep()
@@ -315,7 +315,7 @@ def test_answers_are_those_of_a_copy_and_their_log_probs_the_trainers(name, fold
     copy = TransformersEngine(tiny.engine_settings(folder, CASES[name].get("dtype", "fp32"), batch_tokens=100), ALONE)
     copy.push_weights(policy.weights())
     graphs = counters["stats"]["unique_graphs"]
-    ours, theirs = generate(engine), generate(copy)
+    ours, theirs = awake_rollouts(engine), awake_rollouts(copy)
     assert counters["stats"]["unique_graphs"] == graphs
     assert [answer.response.tolist() for _, answer in ours] == [answer.response.tolist() for _, answer in theirs]
     # A copy has the adapters added to its weights, which rounds them once; without adapters nothing differs.
@@ -340,7 +340,7 @@ def test_generating_changes_nothing_for_the_trainer(dtype, folder):
     assert policy.model.training
     assert policy.model.config._attn_implementation == PACKED
     for number in (1, 2):
-        generate(engine)
+        awake_rollouts(engine)
         ours, theirs = update(policy, number), update(alone, number)
         assert (ours.loss, ours.grad_norm) == (theirs.loss, theirs.grad_norm)
     for (name, ours), (_, theirs) in zip(policy.weights(), alone.weights(), strict=True):
