@@ -139,13 +139,9 @@ class Trainer:
     def step(self, step: int) -> StepResult | None:
         """Run one training step; return None if every question is retired and no answer is left to learn from."""
         clock, self._read = PhaseClock(), []
-        with clock("select"):
-            planned = self._next or PlannedStep(self.replay.plan(self.config.questions, step))
+        planned = self._plan(step, clock)
         if not planned.groups:
             return None
-        if self.partial:
-            with clock("rollout"):
-                planned = self._advance(planned.groups, self.partial, step)
         with clock("select"):
             replayed = self.replay.select(planned.groups, self._mean_scores)
         with clock("rollout"):
@@ -168,10 +164,7 @@ class Trainer:
         with clock("score"):
             scored = self.scorer.by_passes(batch, scored, admitted, with_signal)
         correction = correct(batch, rows_of(with_signal), self.config.rollout)
-        ages = {
-            "staleness": float(planned.produced is not None),
-            **(self.partial.metrics(batch) if self.partial else {}),
-        }
+        ages = self.partial.metrics(batch) if self.partial else {"staleness": float(planned.produced is not None)}
         self._next = self._begin_next(step + 1)
         with clock("update"):
             updates = self._update(batch, with_signal, keep_scores=len(scored.by_update) > 0)
@@ -186,6 +179,15 @@ class Trainer:
         metrics = {"step": step, **numbers, **experience, **correction, **ages, **self._counters()}
         notes = (report.note, self.idle.observe(batch, minibatches), overflowed(updates))
         return StepResult(metrics, batch, work, tuple(filter(None, notes)), tuple(one.applied for one in updates))
+
+    def _plan(self, step: int, clock: PhaseClock) -> PlannedStep:
+        """Return the groups of a step: of partial rollouts, those that are whole first."""
+        with clock("select"):
+            planned = self._next or PlannedStep(self.replay.plan(self.config.questions, step))
+        if self.partial and planned.groups:
+            with clock("rollout"):
+                return self._advance(planned.groups, self.partial, step)
+        return planned
 
     def _generate(self, planned: PlannedStep, replayed: StepBatch, step: int) -> StepBatch:
         """Return the graded answers of the planned groups, and those of refills while too few have a gradient."""
