@@ -101,6 +101,10 @@ class WrittenAnswers(GRPOTrainer):
 class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
     """ExGRPO on written answers."""
 
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        self.use_vllm = self.log_prob is not None  # which says how probable what it sampled was
+        return super()._generate_and_score_completions(inputs)
+
 
 def exgrpo(
     folder: Path, model: Path, kind: type[ExGRPOTrainer] = WrittenExGRPO, data: Dataset | None = None, **changes: Any
