@@ -129,8 +129,6 @@ def test_a_question_with_two_answers_is_told_once(tmp_path):
     path = write_rows(tmp_path / "mine.jsonl", [{"question": question, "answer": answer} for question, answer in rows])
     loaded = questions_of(path, TOKENIZER, max_prompt_tokens=100)
     said = contradictions(loaded)
-    assert said.startswith(
-        "2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2' and"
-    )
+    assert said.startswith("2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2'")
     assert contradictions(list(loaded)[:4:3]) == contradictions(list(loaded)[4:]) == ""
     assert contradictions([*list(loaded)[:3:2]]).startswith("1 question has ")
