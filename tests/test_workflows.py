@@ -73,14 +73,11 @@ def unknown(text):
     targets = {*re.findall(r"^([a-z-]+):", makefile, re.MULTILINE), *re.findall(r"^\w+ := (\S+)$", makefile, re.M)}
     named = re.findall(r"(?:\bmake|made:) ([.\w/-]+)", text)
     groups = [group for groups in re.findall(r"\.\[([\w,]+)\]", text) for group in groups.split(",")]
+    modules = re.findall(r"python -m ((?:exgrpo|benchmarks|tests)[\w.]*)", text)
     return [
         *(target for target in named if target not in targets),
         *(path for path in re.findall(r"\btests/[\w./-]+", text) if not (ROOT / path).exists()),
-        *(
-            module
-            for module in re.findall(r"python -m ((?:exgrpo|benchmarks|tests)[\w.]*)", text)
-            if find_spec(module) is None
-        ),
+        *(module for module in modules if find_spec(module) is None),
         *(group for group in groups if group not in PROJECT["optional-dependencies"]),
     ]
 

@@ -72,15 +72,8 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     script.write_text(program)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, script], **how)
     assert done.returncode == 0, f"{page.name}: {done.stdout}\n{done.stderr}"
 
 

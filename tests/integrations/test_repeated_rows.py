@@ -1,7 +1,6 @@
 """In TRL and in verl, too, rows that ask the same are one question."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,18 +45,14 @@ def test_a_run_in_trl_on_repeated_rows_is_that_on_each_row_once(
         exgrpo(tmp_path, model, data=often, per_device_train_batch_size=64)
 
 
-def changed(**columns: Any) -> dict[str, Any]:
-    return {**ROW, **columns}
-
-
 @pytest.mark.parametrize("whole", [False, True], ids=["rows", "data set"])
 def test_rows_are_one_question_unless_a_column_differs_that_may_decide_on_a_reward(whole: bool) -> None:
     rows = [
         ROW,
-        changed(extra_info={"index": 7, "split": "train"}),
-        changed(reward_model={"ground_truth": "3", "style": "rule"}),
-        changed(extra_info={"index": 0, "split": "test"}),
-        changed(prompt=[{"role": "system", "content": "Be brief."}, *ROW["prompt"]]),
+        ROW | {"extra_info": {"index": 7, "split": "train"}},
+        ROW | {"reward_model": {"ground_truth": "3", "style": "rule"}},
+        ROW | {"extra_info": {"index": 0, "split": "test"}},
+        ROW | {"prompt": [{"role": "system", "content": "Be brief."}, *ROW["prompt"]]},
         ROW,
     ]
     data = Dataset.from_list(rows) if whole else rows

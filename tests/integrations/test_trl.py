@@ -1,7 +1,6 @@
 """ExGRPO in TRL, on written answers: what is replayed, the loss of mixed batches, checkpoints and refusals."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from exgrpo.integrations import trl_loss
 from exgrpo.integrations.trl import EXPERIENCE, ExGRPOConfig, ExGRPOTrainer
 from exgrpo.integrations.trl_replay import STATE
 from exgrpo.train.common.errors import ConfigError
-from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.replay import PlannedGroup
 from tests.integrations.trl_trainers import (
     ACCUMULATION,
     COMPLETION,
@@ -41,19 +38,14 @@ class Recorded(WrittenExGRPO):
 
     outputs: list[dict[str, Any]]
 
-    def _answer(self, groups: Sequence[PlannedGroup], stored: StepBatch) -> tuple[dict[str, Any], StepBatch]:
-        answers = super()._answer(groups, stored)
-        self.past = {row: (ids, stored.old_log_prob[stored.at(i)]) for i, (row, ids) in enumerate(self._stored.items())}
-        return answers
-
     def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        self.outputs = [*getattr(self, "outputs", []), {**output, "stored": self.past}]
+        self.outputs = [*getattr(self, "outputs", []), output]
         return output
 
 
-def trainer_of(folder: Path, model: Path, kind: type[Recorded] = Recorded, **changes: Any) -> Recorded:
-    return exgrpo(folder, model, kind, **{"learning_rate": 1e-3, **changes})
+def trainer_of(folder: Path, model: Path, **changes: Any) -> Recorded:
+    return exgrpo(folder, model, Recorded, **{"learning_rate": 1e-3, **changes})
 
 
 def with_clips(trainer: Recorded) -> tuple[Recorded, list[Any]]:
@@ -76,25 +68,6 @@ RUN = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_
 def run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Recorded, list[Any]]:
     """A training that several tests read, with a checkpoint after two of its four steps."""
     return with_clips(trainer_of(tmp_path_factory.mktemp("run"), model, **RUN))
-
-
-def test_replayed_rows_carry_the_past_policy_and_share_the_mean(run: tuple[Recorded, list[Any]]) -> None:
-    trainer, _ = run
-    logs = trainer.state.log_history
-    assert logs[0]["experience/replayed"] == 0
-    assert logs[3]["experience/replayed"] > 0
-    assert trainer.asked == sum(16 - log["experience/replayed"] for log in logs[:4])
-    for output in trainer.outputs:
-        for row, (ids, log_prob) in output["stored"].items():
-            length = len(ids)
-            assert output["completion_ids"][row, :length].tolist() == ids
-            assert output["completion_mask"][row].sum() == length
-            np.testing.assert_array_equal(output["old_per_token_logps"][row, :length].numpy(), log_prob)
-            group = output["advantages"].view(-1, 4)[row // 4]
-            successes = 1 - group[row % 4].item()  # the mean of four rewards, of which the replayed one is 1
-            assert group.sum().item() == pytest.approx(0, abs=1e-6)
-            assert successes == pytest.approx(sum(a > 0 for a in group.tolist()) / 4)
-        assert output["replayed"].nonzero().flatten().tolist() == sorted(output["stored"])
 
 
 def test_trajectories_are_compared_at_temperature_1_and_stored_at_that_of_sampling(tmp_path: Path, model: Path) -> None:
@@ -135,19 +108,11 @@ def test_rewards_that_peak_below_one(tmp_path: Path, model: Path) -> None:
     assert len(trainer.replay.memory) > 0
 
 
-class Sampled(Recorded):
-    """As with vLLM, which says how probable what it sampled was."""
-
-    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
-        self.use_vllm = True
-        return super()._generate_and_score_completions(inputs)
-
-
 @pytest.mark.parametrize("changes", [{}, {"compose": "beside", "admit": "all", "advantage": "stored"}], ids=str)
 def test_replayed_rows_have_no_importance_weight_of_the_sampler(
     tmp_path: Path, model: Path, changes: dict[str, Any]
 ) -> None:
-    trainer = trainer_of(tmp_path, model, Sampled, max_steps=3, **changes)
+    trainer = trainer_of(tmp_path, model, max_steps=3, **changes)
     trainer.log_prob = -5.0
     trainer.train()
     for output in trainer.outputs:
@@ -158,8 +123,7 @@ def test_replayed_rows_have_no_importance_weight_of_the_sampler(
 
 def test_loss_of_a_mixed_batch_is_the_formula_of_the_paper(run: tuple[Recorded, list[Any]]) -> None:
     trainer, _ = run
-    output = next(output for output in reversed(trainer.outputs) if output["replayed"].any())
-    inputs = {name: value for name, value in output.items() if name != "stored"}
+    inputs = next(output for output in reversed(trainer.outputs) if output["replayed"].any())
     trainer._metrics["train"].clear()
     found = outcome(trainer, inputs)
     log_prob, entropy = trainer._log_probs(inputs, entropy=True)
@@ -203,6 +167,15 @@ def test_training_stops_when_every_question_is_solved(tmp_path: Path, model: Pat
         ({"top_p": 0.9}, r"top_p=0\.9: "),
         ({"epsilon": "wide"}, "epsilon: .*got 'wide'"),
         ({"kernel_memory_gib": 0.1}, "kernel_memory_gib: .*0\\.25"),
+        ({"compose": "besides"}, "unknown compose function 'besides'"),
+        ({"expire": ["age"]}, "needs its limit"),
+        ({"replay_beta": None}, "replay_beta: expected a number .* weigh='ratio'"),
+        ({"admit": "solutions"}, "admit='solutions': .* use admit='successes'"),
+        ({"compose": "beside", "scale_rewards": "batch"}, "scale_rewards='batch': .*compose='beside'"),
+        ({"advantage": "stored", "multi_objective_aggregation": "normalize_then_sum"}, "_sum': .* advantage='stored'"),
+        ({"refills": -1}, r"refills: .*\(got -1\)"),
+        ({"refills": 2, "compose": "in_place", "admit": "with_advantage"}, "compose='in_place' puts stored groups"),
+        ({"refills": 2, "scale_rewards": "batch"}, r"scale_rewards='batch': divides .* refills=2"),
     ],
     ids=str,
 )

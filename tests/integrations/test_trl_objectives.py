@@ -73,6 +73,21 @@ def batch_of(inputs: dict[str, Tensor], *, compared: bool) -> StepBatch:
     return batch
 
 
+def gradient_of(model: torch.nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+
+
+def backward(folder: Path, minibatch: Any, objective: ObjectiveConfig, layout: Any, *, term: str) -> tuple[Any, Tensor]:
+    """The trainer's result on a mini-batch in one pass, and the gradient of its loss."""
+    method, surrogate = MethodOptions(objective=objective), SURROGATES.find(objective.surrogate)
+    terms = LossTerms.from_minibatch(minibatch, method, surrogate, ranks=1, clip=True, term=term)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
+    result = PolicyModel(model)(layout.rows(minibatch.batch, torch.device("cpu")), terms)
+    result.loss.backward()
+    return result, gradient_of(model)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> None:
     theirs, ours = CASES[name]
@@ -91,14 +106,8 @@ def test_an_objective_is_that_of_trl(tmp_path: Path, model: Path, name: str) -> 
     objective = ObjectiveConfig(entropy_coef=0.0, **ours)
     rows = batch_of(inputs, compared=objective.kl_coef > 0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION)
-    method, surrogate = MethodOptions(objective=objective), SURROGATES.find(objective.surrogate)
-    terms = LossTerms.from_minibatch(minibatch, method, surrogate, ranks=1, clip=True, term="shaped")
     for layout in (Padded(), Packed()):
-        policy_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        policy_model.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
-        result = PolicyModel(policy_model)(layout.rows(minibatch.batch, torch.device("cpu")), terms)
-        result.loss.backward()
-        gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy_model.parameters()])
+        result, gradient = backward(model, minibatch, objective, layout, term="shaped")
         # TRL divides what it accumulates, of the loss type cispo by another number. Both are in fp32.
         divisor = 1 if theirs["loss_type"] == "cispo" else ACCUMULATION
         assert result.loss.item() == pytest.approx(divisor * expected.loss.item(), rel=1e-4, abs=2e-6)
@@ -132,7 +141,7 @@ def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, bet
     }
     expected = trainer.compute_loss(policy, given)
     expected.backward()
-    gradient = torch.cat([parameter.grad.double().flatten() for parameter in policy.parameters()])
+    gradient = gradient_of(policy)
 
     groups = make_batch([(question, [Row(one) for one in of]) for question, of in enumerate(REWARDS.reshape(4, 2))])
     fill_advantages(groups, ObjectiveConfig(baseline="log_mean_exp", beta1=beta1))
@@ -140,12 +149,6 @@ def test_the_regression_is_that_of_trl(model: Path, layout: Padded | Packed, bet
     rows.fill(advantage=groups.advantage)
     objective = ObjectiveConfig(surrogate="oapl", beta2=beta2, normalize="answer", entropy_coef=0.0)
     (minibatch,) = build_minibatches(rows, 1, np.random.default_rng(0), objective, COMPLETION, all_rows=True)
-    method, surrogate = MethodOptions(objective=objective), SURROGATES.find("oapl")
-    terms = LossTerms.from_minibatch(minibatch, method, surrogate, ranks=1, clip=True, term="clipped")
-    ours = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ours.set_attn_implementation(PACKED if isinstance(layout, Packed) else "sdpa")
-    result = PolicyModel(ours)(layout.rows(minibatch.batch, torch.device("cpu")), terms)
-    result.loss.backward()
-    found = torch.cat([parameter.grad.double().flatten() for parameter in ours.parameters()])
+    result, found = backward(model, minibatch, objective, layout, term="clipped")
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)  # both are in fp32
     assert (found - gradient).norm() <= 1e-5 * gradient.norm()

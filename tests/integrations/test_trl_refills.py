@@ -9,13 +9,11 @@ import pytest
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
-from exgrpo.integrations.trl import ExGRPOConfig
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay import PlannedGroup
 from tests.integrations.test_trl_methods import assert_loss
 from tests.integrations.trl_methods import B, K, Recorded, answers, trainer_of
-from tests.integrations.trl_trainers import QUESTIONS, options
+from tests.integrations.trl_trainers import QUESTIONS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRPO = {"ratio": 0.0, "asked": QUESTIONS, "max_steps": 3}
@@ -76,11 +74,7 @@ def test_answers_that_are_masked_count_in_their_group_with_their_reward(tmp_path
 
 
 class Sampled(Recorded):
-    """As with vLLM, which says how probable what it sampled was."""
-
-    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
-        self.use_vllm = True
-        return super()._generate_and_score_completions(inputs)
+    """The importance weights of each answer are kept."""
 
     def _answer(
         self, groups: Sequence[PlannedGroup], stored: StepBatch, **how: Any
@@ -116,18 +110,3 @@ def test_refilled_answers_keep_the_weights_of_the_sampler(tmp_path: Path, model:
             np.testing.assert_allclose(weight[:length].expand(length).numpy(), expected, rtol=1e-5)
             checked += trainer.history[0].index(group) >= B
     assert checked
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"refills": -1}, r"refills: .*\(got -1\)"),
-        ({"compose": "in_place", "admit": "with_advantage"}, "compose='in_place' puts stored groups there"),
-        ({"scale_rewards": "batch"}, r"scale_rewards='batch': divides .* refills=2"),
-    ],
-    ids=str,
-)
-def test_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as told:
-        ExGRPOConfig(**options(tmp_path, max_steps=1) | {"refills": 2} | changes)
-    assert len(str(told.value).splitlines()) == 1

@@ -1,6 +1,5 @@
 """A run in TRL begins with experience from files, and goes on exactly; in two processes: see test_trl_zero3.py."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.traces import read_traces
 from tests.integrations.trl_trainers import WrittenAnswers, exgrpo, grpo, questions, reward, tokenizer
 from tests.train.batches import Row, stored_rows
+from tests.train.files import write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,16 +31,11 @@ def trainer_of(folder: Path, model: Path, **changes: Any) -> ExGRPOTrainer:
     return exgrpo(folder, model, **{**RUN, **changes})
 
 
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def expert(path: Path) -> str:
     """Answers as text, without rewards; the last row is of another question."""
     prompts = list(questions()["prompt"])
     rows = [{"question": prompts[i], "answer": "1", "response": text} for i, text in enumerate(EXPERT)]
-    return write(path, *rows, {"question": "another one", "response": "1"})
+    return write_rows(path, [*rows, {"question": "another one", "response": "1"}])
 
 
 def stored(trainer: ExGRPOTrainer) -> list[Row]:
@@ -117,14 +112,14 @@ def test_a_resumed_run_goes_on_exactly_and_starts_from_no_file(
 
 
 def test_gold_answers_tell_questions_apart(tmp_path: Path, model: Path) -> None:
-    source = write(tmp_path / "two.jsonl", *({"question": "Say it.", "answer": "2", "response": "2"},))
+    source = write_rows(tmp_path / "two.jsonl", [{"question": "Say it.", "answer": "2", "response": "2"}])
     data = questions().select(range(6)).add_column("answer", ["x #### 1", "2", "3", "4", "5", "6"])
     data = data.map(lambda row, i: {"prompt": "Say it." if i < 2 else row["prompt"]}, with_indices=True)
     assert list(begun(trainer_of(tmp_path, model, data=data, max_steps=1, start=source))) == [1]
 
 
 def test_refused(tmp_path: Path, model: Path) -> None:
-    others = write(tmp_path / "others.jsonl", {"question": "another one", "response": "1"})
+    others = write_rows(tmp_path / "others.jsonl", [{"question": "another one", "response": "1"}])
     with pytest.raises(DataError, match=r"nothing in .*others\.jsonl can be used"):
         trainer_of(tmp_path, model, start=others).train()
     with pytest.raises(ValueError, match="ratio=0 never replays"):

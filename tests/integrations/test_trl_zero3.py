@@ -16,11 +16,9 @@ from tests.integrations.test_trl_start import expert
 from tests.integrations.trl_trainers import save_model
 from tests.train.launch import launch
 
+AUTO = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
 ZERO_3 = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "train_batch_size": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+    **dict.fromkeys(AUTO, "auto"),
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {
         "stage": 3,
@@ -28,16 +26,8 @@ ZERO_3 = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-BESIDE = {
-    "admit": "with_advantage",
-    "prioritise": "random",
-    "compose": "beside",
-    "advantage": "stored",
-    "weigh": "decoupled",
-    "ratio": 0.6,
-    "expire": [],
-    "learning_rate": 0.1,
-}
+BESIDE = {"compose": "beside", "admit": "with_advantage", "prioritise": "random", "advantage": "stored", "ratio": 0.6}
+BESIDE |= {"weigh": "decoupled", "expire": [], "learning_rate": 0.1}
 """A method that leaves answers out, adds others, fills up, and scores what it replays."""
 
 

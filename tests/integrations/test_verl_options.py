@@ -48,12 +48,8 @@ def test_a_recipe_of_a_method_sets_the_options_of_verl(name: str) -> None:
 
 
 def test_options_beside_a_recipe_win() -> None:
-    given = {
-        "recipe": "rlep",
-        "experience": {"admit": "successes", "ratio": 0.25},
-        "reward": {"success": 0.5},
-        "seed": 3,
-    }
+    experience = {"admit": "successes", "ratio": 0.25}
+    given = {"recipe": "rlep", "experience": experience, "reward": {"success": 0.5}, "seed": 3}
     options = configure(of_verl(), given)
     assert (options.experience.ratio, options.reward.success, options.seed) == (0.25, 0.5, 3)
     assert options.experience.compose == "appended"
@@ -105,7 +101,6 @@ def test_keys_of_solutions_come_from_what_rewards_tell() -> None:
 
 def test_it_does_without_the_packages_of_the_own_trainer() -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(['deepspeed', 'accelerate', 'verl'])); "
-    done = subprocess.run(
-        [sys.executable, "-c", absent + "import exgrpo.integrations.verl_method"], capture_output=True, text=True
-    )
+    program = [sys.executable, "-c", absent + "import exgrpo.integrations.verl_method"]
+    done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -31,6 +31,7 @@ from tests.integrations.verl_runs import (
     write_expert,
 )
 
+pytestmark = pytest.mark.timeout(3600)
 UNCONSTRAINED = {"PIP_CONSTRAINT": os.devnull}
 """A machine's own constraints may exclude what verl needs."""
 BESIDE_VERL = ("torch==2.13.0", "pyzmq", "msgspec", "cachetools", "fastapi", "uvicorn")
@@ -84,7 +85,6 @@ def python() -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_the_loss_is_the_projects_in_float64(python: Path) -> None:
     environment = {**os.environ, **ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": ""}
     done = subprocess.run(
@@ -98,7 +98,6 @@ def test_the_loss_is_the_projects_in_float64(python: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_two_workers_train_and_a_resumed_run_has_the_same_plan(python: Path, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
     options = ("+exgrpo.recipe=exgrpo", "+exgrpo.experience.start_pass_rate=0", "trainer.save_freq=2")
@@ -120,7 +119,6 @@ def test_two_workers_train_and_a_resumed_run_has_the_same_plan(python: Path, tmp
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_replay_starts_late_questions_retire_and_a_run_ends_once_all_are_solved(python: Path, tmp_path: Path) -> None:
     # Rows that repeat a question are that question.
     told = train(python, tmp_path, "trainer.save_freq=100", steps=20, reward="1", copies=5)
@@ -134,7 +132,6 @@ def test_replay_starts_late_questions_retire_and_a_run_ends_once_all_are_solved(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_a_run_begins_with_answers_of_files_and_goes_on_exactly(python: Path, tmp_path: Path) -> None:
     source = write_expert(tmp_path / "expert.jsonl")
     given = ("+exgrpo.recipe=rlep", f"+exgrpo.experience.start={source}", "trainer.save_freq=1")
@@ -164,7 +161,6 @@ def test_a_run_begins_with_answers_of_files_and_goes_on_exactly(python: Path, tm
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_further_questions_are_asked_until_enough_groups_have_a_gradient(python: Path, tmp_path: Path) -> None:
     few = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     told = train(python, tmp_path, "+exgrpo.recipe=dynamic_sampling", *few, reward="float(solution_str[:1] == '1')")
@@ -178,7 +174,6 @@ def test_further_questions_are_asked_until_enough_groups_have_a_gradient(python:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_a_regression_learns_from_stored_answers_without_ratios(python: Path, tmp_path: Path) -> None:
     told = train(python, tmp_path, "+exgrpo.recipe=oapl")
     options = options_of("oapl")
@@ -195,7 +190,6 @@ def test_a_regression_learns_from_stored_answers_without_ratios(python: Path, tm
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
 def test_one_success_of_each_solution_is_kept(python: Path, tmp_path: Path) -> None:
     reward = "{'score': float(len(solution_str) % 2), 'key': solution_str[:1]}"
     told = train(python, tmp_path, "+exgrpo.recipe=redr", "trainer.save_freq=1", reward=reward)

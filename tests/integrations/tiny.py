@@ -4,28 +4,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 67
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NARROW_GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2}
 MOE = {"num_experts_per_tok": 2, "output_router_logits": True, "experts_implementation": "eager"}
-LATENT = {
-    "num_key_value_heads": 4,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-}
+LATENT = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 8)
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
 ARCHITECTURES = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
@@ -34,14 +19,8 @@ ARCHITECTURES = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 8},
     "cohere": {"logit_scale": 0.3},  # tied, multiplied
     "granite": {"logits_scaling": 4.0},  # divided
-    "falcon_h1": {
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "lm_head_multiplier": 0.5,
-    },
-    "minicpm3": {**LATENT, "dim_model_base": 8},  # hidden states divided before the head
+    "falcon_h1": {**MAMBA, "lm_head_multiplier": 0.5},
+    "minicpm3": {**LATENT, "num_key_value_heads": 4, "dim_model_base": 8},  # hidden states divided before the head
     "nanochat": {},  # softcap 15
     "phi": {},  # bias
     "gptj": {**NARROW_GPT, "rotary_dim": 8},  # bias

@@ -96,17 +96,10 @@ class Recorded(WrittenExGRPO):
 
 def trainer_of(folder: Path, model: Path, *, asked: int = B, rollout: Any = None, **changes: Any) -> Recorded:
     """Two micro-batches of 8 rows in one optimiser step, replay from the start, nothing retires, no entropy bonus."""
-    changes = {
-        "start_pass_rate": 0.0,
-        "learning_rate": 1e-2,
-        "gradient_accumulation_steps": 2,
-        "entropy_coef": 0.0,
-        "expire": [],
-        "ratio": 1.0,
-        **changes,
-    }
+    replay = {"start_pass_rate": 0.0, "expire": [], "ratio": 1.0}
+    update = {"learning_rate": 1e-2, "gradient_accumulation_steps": 2, "entropy_coef": 0.0}
     data = questions().select(range(asked))
-    config = ExGRPOConfig(**options(folder, **changes))
+    config = ExGRPOConfig(**options(folder, **{**replay, **update, **changes}))
     trainer = Recorded(str(model), reward, config, data, processing_class=tokenizer(), rollout_func=rollout)
     trainer.question_of = {tuple(ids): i for i, ids in enumerate(tokenizer()(list(data["prompt"]))["input_ids"])}
     return trainer

@@ -27,21 +27,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 def save_model(folder: Path, *, tied: bool = False, head_width: int = 8) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer()),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_width,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=tokenizer().bos_token_id,
-        eos_token_id=tokenizer().eos_token_id,
-        pad_token_id=tokenizer().pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    own = tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": head_width, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    special = {"bos_token_id": own.bos_token_id, "eos_token_id": own.eos_token_id, "pad_token_id": own.pad_token_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(own), **shape, **more, **special)).save_pretrained(folder)
 
 
 def questions() -> Dataset:
@@ -54,20 +44,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def options(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": COMPLETION,
-        **changes,
-    }
+    device = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    quiet = {"report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": COMPLETION}
+    return {"output_dir": str(folder), **device, **quiet, **sizes, **changes}
 
 
 def grpo(kind: type[GRPOTrainer], folder: Path, model: Path, **changes: Any) -> GRPOTrainer:
@@ -100,6 +80,10 @@ class WrittenAnswers(GRPOTrainer):
 
 class WrittenExGRPO(ExGRPOTrainer, WrittenAnswers):
     """ExGRPO on written answers."""
+
+    def _generate_and_score_completions(self, inputs: list) -> dict[str, Any]:
+        self.use_vllm = self.log_prob is not None  # which says how probable what it sampled was
+        return super()._generate_and_score_completions(inputs)
 
 
 def exgrpo(

@@ -26,6 +26,7 @@ from exgrpo.train.replay import Replay, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from tests.integrations.verl_task import write_task
 from tests.train.batches import Row, stored_rows
+from tests.train.files import write_rows
 from tests.train.warm import ROOT
 
 ANSWERS, QUESTIONS, LONGEST = 4, 4, 8
@@ -270,6 +271,4 @@ EXPERT = [("0+0=", "0"), ("0+1=", "123"), ("1+0=", "77"), ("2+1=", "3"), ("9+9="
 
 
 def write_expert(path: Path) -> str:
-    rows = [{"question": question, "response": response} for question, response in EXPERT]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(path, [{"question": question, "response": response} for question, response in EXPERT])

@@ -184,10 +184,7 @@ def wrong(allowed_tokens, target):
     ids, offsets = allowed_tokens[0].clone(), allowed_tokens[1].clone()
     own, first = int((ids[:3] == target[0]).nonzero()), offsets[:1]
     others = torch.tensor([word for word in range(9) if word != target[0]][:3], dtype=torch.int32)
-    ascending, between = (
-        r"allowed_tokens\[1\]: expected bounds ascending from 0 to 1",
-        r"allowed_tokens\[0\]: expected ids in \[0, 211\)",
-    )
+    ascending, between = r"\[1\]: expected bounds ascending from 0 to 1", r"\[0\]: expected ids in \[0, 211\)"
     twice = torch.cat((ids[[own, own, own]], ids[3:]))
     yield ids, TypeError, r"allowed_tokens: expected a pair \(ids, offsets\) or None, got Tensor"
     yield (ids.long(), offsets), TypeError, r"allowed_tokens\[0\]: expected dtype torch.int32, got torch.int64"
@@ -199,16 +196,8 @@ def wrong(allowed_tokens, target):
     yield (ids[:-1], offsets), ValueError, ascending
     yield (ids.index_fill(0, first, -1), offsets), ValueError, between
     yield (ids.index_fill(0, first, 211), offsets), ValueError, between
-    yield (
-        (twice, offsets),
-        ValueError,
-        r"allowed_tokens\[0\]: expected different ids in the set of each token; 2 of 12 are not",
-    )
-    yield (
-        (torch.cat((others, ids[3:])), offsets),
-        ValueError,
-        r"target: expected ids among their allowed tokens; 1 of 4",
-    )
+    yield (twice, offsets), ValueError, r"allowed_tokens\[0\]: expected different ids in the set of each token; 2 of 12"
+    yield (torch.cat((others, ids[3:])), offsets), ValueError, "target: expected ids among their allowed tokens; 1 of 4"
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])

@@ -16,15 +16,7 @@ from exgrpo.kernels.extension import OPERATORS
 ASKED = "EXGRPO_CPU_ISA"
 NAMES = ("baseline", "avx2", "avx512")
 # Those tests that depend on how the kernels compute.
-SHARED = [
-    "test_threads.py",
-    "test_extremes.py",
-    "test_allowed_tokens.py",
-    "test_linear_log_prob.py",
-    "test_linear_policy_loss.py",
-    "test_policy_loss.py",
-    "test_sequences.py",
-]
+SHARED = ["threads", "extremes", "allowed_tokens", "linear_log_prob", "linear_policy_loss", "policy_loss", "sequences"]
 
 
 @pytest.mark.skipif(ASKED in os.environ, reason="this process is for one of them")
@@ -37,7 +29,7 @@ def test_other_instruction_sets(name, asked):
     """The tests that all backends share, in a process of its own."""
     if name == OPERATORS.instruction_set():
         pytest.skip("the other tests of this process are of that instruction set")
-    files = [os.path.join(os.path.dirname(__file__), file) for file in asked]
+    files = [os.path.join(os.path.dirname(__file__), f"test_{file}.py") for file in asked]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", *files]
     tests = subprocess.run(command, env={**os.environ, ASKED: name}, capture_output=True, text=True)
     if "does not have it" in tests.stdout:

@@ -14,15 +14,7 @@ import pytest
 from exgrpo.kernels import extension
 
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
-FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-]
+FLAGS = "-std=c++17 -O1 -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all"
 AVX512 = [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "avx2", "fma")]
 PRODUCT = ["cpu_product_sanitized.cpp", *AVX512, "-DHAVE_AVX512BF16", "-DHAVE_AMX"]
 PROGRAMS = {
@@ -45,7 +37,7 @@ def test_right_and_with_nothing_for_sanitizers_to_report(name, tmp_path):
             pytest.skip(reason)
     source, *flags = PROGRAMS[name]
     program = tmp_path / "sanitized"
-    command = [*COMPILER, *FLAGS, *flags, str(Path(__file__).with_name(source)), "-o", str(program)]
+    command = [*COMPILER, *FLAGS.split(), *flags, str(Path(__file__).with_name(source)), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip(f"no sanitizers here: {built.stderr}")

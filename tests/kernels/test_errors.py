@@ -38,11 +38,7 @@ HEAD_ERRORS = [
     ({"weight": zeros(20, 8, device="meta")}, ValueError, "weight: expected device cpu, that of hidden, got meta"),
     ({"target": zeros(2, 3, dtype=torch.int32)}, TypeError, "target: expected dtype torch.int64, got torch.int32"),
     ({"target": zeros(6, dtype=torch.int64)}, ValueError, "target: expected shape [2, 3], got [6]"),
-    (
-        {"target": torch.tensor([[0, 20, 1], [-1, 3, -100]])},
-        ValueError,
-        "target: expected values in [0, 20) or -100 (ignored); 2 of 6 are not, the first is 20 at position 1",
-    ),
+    ({"target": torch.tensor([[0, 20, 1], [-1, 3, -100]])}, ValueError, "target: expected values in [0, 20) or -100"),
     ({"bias": zeros(19)}, ValueError, "bias: expected shape [20], got [19]"),
     ({"weight_grad": zeros(20, 7)}, ValueError, "weight_grad: expected shape [20, 8], got [20, 7]"),
     ({"weight_grad": zeros(20, 8).half()}, TypeError, "weight_grad: expected dtype torch.float32, got torch.float16"),
@@ -50,11 +46,7 @@ HEAD_ERRORS = [
     ({"temperature": 0.0}, ValueError, "temperature: expected a number above 0, got 0.0"),
     ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
     ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape [2, 3] or [], got [3]"),
-    (
-        {"temperature": torch.tensor([[1.0, 1.0, 1.0], [1.0, -2.0, 1.0]])},
-        ValueError,
-        "temperature: expected finite numbers above 0; 1 of 6 are not, the first is -2.0 at position 4",
-    ),
+    ({"temperature": torch.tensor([[1.0, 1, 1], [1, -2, 1]])}, ValueError, "temperature: expected finite numbers"),
     ({"temperature": True}, TypeError, "temperature: expected"),
     ({"target": torch.full((2, 3), -(2**63))}, ValueError, "target: expected values in [0, 20)"),
     ({"temperature": 10**400}, ValueError, "temperature: expected a number that float64 has, got an integer of"),
@@ -71,12 +63,7 @@ HEAD_ERRORS = [
 
 TERM_ERRORS = [
     ({"old_log_prob": zeros(6)}, ValueError, "old_log_prob: expected shape [2, 3], got [6]"),
-    (
-        {"old_log_prob": torch.tensor([[0, -1, 0], [-torch.inf, -1, -torch.inf]])},
-        ValueError,
-        "old_log_prob: expected no -inf, which is impossible for a token that was written; 2 of 6 are not, the first "
-        "is -inf at position 3",
-    ),
+    ({"old_log_prob": torch.tensor([[0, -torch.inf, -1]] * 2)}, ValueError, "old_log_prob: expected no -inf, which is"),
     ({"advantage": zeros(3)}, ValueError, "advantage: expected shape [2, 3] or [2], got [3]"),
     ({"replayed": zeros(2, 3)}, TypeError, "replayed: expected dtype torch.bool, got torch.float32"),
     ({"clip": 0.2}, TypeError, "clip: expected a pair (low, high) or None, got 0.2"),
@@ -85,14 +72,15 @@ TERM_ERRORS = [
     ({"beta": 0.0}, ValueError, "beta: expected a number above 0, got 0.0"),
     ({"entropy_coef": float("inf")}, ValueError, "entropy_coef: expected a finite number, got inf"),
     ({"normalizer": torch.ones(1)}, ValueError, "normalizer: expected shape [], got [1]"),
-    (
-        {"normalizer": torch.tensor(-2)},
-        ValueError,
-        "normalizer: expected a number above 0; 1 of 1 are not, the first is -2",
-    ),
+    ({"normalizer": torch.tensor(-2)}, ValueError, "normalizer: expected a number above 0; 1 of 1 are not"),
     ({"mask": torch.ones(2, 3)}, TypeError, "mask: expected dtype torch.bool, got torch.float32"),
     ({"mask": torch.ones(2, dtype=torch.bool)}, ValueError, "mask: expected shape [2, 3], got [2]"),
 ]
+
+
+def entropy_of(bounds, target=None):
+    target = zeros(6, dtype=torch.int64) if target is None else target
+    return sequence_entropy(zeros(*target.shape, 8), zeros(20, 8), target, torch.tensor(bounds))
 
 
 def name_of(change):
@@ -123,37 +111,18 @@ def test_policy_arguments(change, kind, message):
         (lambda: importance_ratio(3.0, zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
         (lambda: shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
         (lambda: shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
-        (
-            lambda: group_advantage(zeros(2, 3), zeros(2, 3, dtype=torch.int64)),
-            ValueError,
-            "reward: expected shape [N], got [2, 3]",
-        ),
+        (lambda: group_advantage(zeros(2, 3), zeros(2, 3).long()), ValueError, "reward: expected shape [N], got"),
         (lambda: group_advantage(zeros(3), zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
+        (lambda: entropy_of([0, 6], head()["target"]), ValueError, "target: expected shape [T], packed sequences"),
+        (lambda: entropy_of([0.0, 6.0]), TypeError, "cu_seqlens: expected dtype torch.int32 or torch.int64, got"),
+        (lambda: entropy_of([[0, 6]]), ValueError, "cu_seqlens: expected shape [N + 1], got [1, 2]"),
+        (lambda: entropy_of([0, 5]), ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 5 at"),
+        (lambda: entropy_of([0, 4, 3, 6]), ValueError, "1 of 4 are not, the first is 4 at position 1"),
     ],
 )
 def test_other_functions(call, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
         call()
-
-
-@pytest.mark.parametrize(
-    ("bounds", "kind", "message"),
-    [
-        ([0.0, 6.0], TypeError, "cu_seqlens: expected dtype torch.int32 or torch.int64, got torch.float32"),
-        ([[0, 6]], ValueError, "cu_seqlens: expected shape [N + 1], got [1, 2]"),
-        ([0, 5], ValueError, "bounds ascending from 0 to 6; 1 of 2 are not, the first is 5 at position 1"),
-        ([0, 4, 3, 6], ValueError, "bounds ascending from 0 to 6; 1 of 4 are not, the first is 4 at position 1"),
-    ],
-)
-def test_sequence_bounds(bounds, kind, message):
-    hidden, target = zeros(6, 8), zeros(6, dtype=torch.int64)
-    with pytest.raises(kind, match=re.escape(message)):
-        sequence_entropy(hidden, zeros(20, 8), target, torch.tensor(bounds))
-
-
-def test_sequences_are_packed():
-    with pytest.raises(ValueError, match=re.escape("target: expected shape [T], packed sequences, got [2, 3]")):
-        sequence_entropy(**head(), cu_seqlens=torch.tensor([0, 6]))
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), None])

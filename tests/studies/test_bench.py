@@ -110,16 +110,13 @@ def test_one_that_generates_more_or_less_than_it_says_is_told(referee, capsys):
     referee.stand("countdown")
     referee.tokens = 30.0
     assert referee("--name", "less") == 0
-    assert "it generated 0.30 of the tokens that it was given, and is compared up to there: --asks 0.3" in (
-        capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "it generated 0.30 of the tokens that it was given, and is compared up to there: --asks 0.3" in shown
     # Twice the tokens, and the same height for the same tokens: what comes after the budget is higher.
     referee.curve, referee.tokens = (0.1, 0.3, 0.5), 200.0
     assert referee() == 0
     shown = capsys.readouterr().out
-    assert (
-        "On countdown it generated 2.00 times the tokens that it was given: its steps ask more than --asks 1" in shown
-    )
+    assert "On countdown it generated 2.00 times the tokens that it was given: its steps ask more than --asks" in shown
     assert "Equal: " in shown
     referee.curve = (0.1, 0.4, 0.7)
     assert referee("--name", "good") == 0

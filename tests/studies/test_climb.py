@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.data.tasks import countdown
 from studies.chance import score
 from studies.climb import climb
@@ -94,17 +93,6 @@ def test_steps_follow_from_a_budget_and_what_a_step_asks(tmp_path):
 
     assert [spent(arm, 0) for arm in arms] == [(10, 3), (40, 10), (5, 2)]
     assert [spent(arm, 100) for arm in arms] == [(5, 3), (20, 10), (2, 1)]
-
-
-def test_an_arm_begins_with_values_that_are_searched(tmp_path):
-    with pytest.raises(ConfigError, match=r"arm without on countdown: optimizer.lr is .*, none of those searched over"):
-        load_study(write(tmp_path, search={**SEARCH, "over": {"optimizer.lr": [1.0]}}))
-    arms = {"without": {"settings": {"optimizer.lr": 2e-4}, "search": {"optimizer.lrr": [1]}}}
-    with pytest.raises(ConfigError, match="optimizer.lrr"):
-        load_study(write(tmp_path, search=SEARCH, arms=arms))
-    own = {"settings": {"optimizer.lr": 2e-4}, "starts": [{"optimizer.lr": 4e-4}], "trials": 1}
-    with pytest.raises(ConfigError, match="arm without: 2 starts need as many trials, and it has 1"):
-        load_study(write(tmp_path, search=SEARCH, arms={"without": own}))
 
 
 def test_it_says_nothing_of_training_answers_and_the_truth_of_held_out_ones():

@@ -102,15 +102,6 @@ def test_some_arms_alone(tmp_path, scripted, capsys):
     assert "--tasks chess: " in capsys.readouterr().err
 
 
-def test_a_function_that_has_changed_is_run_again(tmp_path, scripted):
-    path = with_function(tmp_path)
-    assert run(tmp_path, path) == 0
-    assert len(scripted.done) == 4
-    (tmp_path / "near" / "inner.py").write_text("deep = 2")
-    assert run(tmp_path, path) == 0
-    assert [arm for arm, *_ in scripted.done[4:]] == ["with", "with"]
-
-
 @pytest.mark.parametrize("during", [False, True])
 def test_a_function_that_changes_under_way_gives_no_result(tmp_path, monkeypatch, during):
     this = Run(load_study(with_function(tmp_path)).planned("countdown", "with", 0, {}), tmp_path / "runs", 0)

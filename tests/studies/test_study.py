@@ -13,6 +13,8 @@ from studies.study import key_of, load_study, settings_of
 from tests.studies.plans import PLAN, with_function, write
 
 SEARCH = {"over": {"optimizer.lr": [1e-4, 3e-4]}, "seeds": [100, 101]}
+CLIMB = {**SEARCH, "trials": 4}
+AT, TWO = {"settings": {"optimizer.lr": 1e-4}}, {"starts": [{"optimizer.lr": 3e-4}], "trials": 1}
 
 
 def nothing(key):
@@ -76,9 +78,7 @@ def test_a_wrong_function_is_told_before_the_first_run(tmp_path):
     (tmp_path / "mine.py").write_text("def first(candidates, options):\n    return candidates.count\n")
     with pytest.raises(ConfigError) as error:
         load_study(path)
-    assert str(error.value).startswith(
-        f"{path}, arm with on countdown: experience.prioritise {tmp_path}/mine.py:first: "
-    )
+    assert str(error.value).startswith(f"{path}, arm with on countdown: experience.prioritise {tmp_path}/mine.py:first")
     assert "it gives Priority(log_weight)" in str(error.value)
 
 
@@ -116,6 +116,9 @@ def test_an_arm_chooses_the_best_mean_over_the_seeds_of_the_search(tmp_path):
         ({"arms": {"without": {"settings": {"experience.ratoi": 0}}}}, "arm without on countdown: unknown key"),
         ({"arms": {"without": {"recipes": ["nowhere.yaml"]}}}, "nowhere.yaml: no such recipe"),
         ({"search": {"over": {"optimizer.lr": [1e-4, 7]}, "seeds": [100]}}, "optimizer.lr"),
+        ({"search": {**CLIMB, "over": {"optimizer.lr": [1.0]}}}, ", none of those searched over"),
+        ({"search": CLIMB, "arms": {"without": AT | {"search": {"optimizer.lrr": [1]}}}}, "optimizer.lrr"),
+        ({"search": CLIMB, "arms": {"without": AT | TWO}}, "arm without: 2 starts need as many trials, and it has 1"),
         ({"settings": {"evaluation.samples": 1}}, "evaluation.samples to 2, 4, 8"),
         ({"settings": {"evaluation.samples": 4, "data.test": None}}, "set data.test"),
         ({"claims": [{"text": "?", "arm": "third", "sign": 1}]}, "claims.0.arm 'third' is none of the arms"),

@@ -54,15 +54,9 @@ def broken(monkeypatch):
 @pytest.mark.timeout(1800)
 def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     output = tmp_path / "doctor.md"
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, "--output", str(output)],
-        cwd=ROOT,
-        env={**environment(), "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-        check=False,
-    )
+    how = {"cwd": ROOT, "env": {**environment(), "TMPDIR": str(temporary)}, "timeout": 1700}
+    command = [sys.executable, "-m", PROGRAM, "--output", str(output)]
+    done = subprocess.run(command, **how, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split("|")[1].strip(): line for line in output.read_text().splitlines() if line.startswith("|")}
     for name in CHECKS:

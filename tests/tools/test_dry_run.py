@@ -59,23 +59,6 @@ def test_a_model_that_cannot_be_counted_has_no_plan(dry, tmp_path_factory):
     assert "no memory plan, since model 'gpt2' has no intermediate_size" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--machine=h100"], "give --dry-run with it"),
-        (["--dry-run", "--machine=h10"], "known GPUs are"),
-        (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
-        (["--dry-run", "--policy.overrides", "rope_thetta=40000"], "has no 'rope_thetta'"),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, tmp_path, given, message):
-    assert launch.main([*given, f"--output.folder={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
-
-
 @pytest.mark.parametrize(("gpu", "options"), [("RTX3090", {}), ("RTX5090", {"engine": "vllm", "kv_cache_gib": 3})])
 def test_a_7b_model_is_trained_on_one_small_gpu(gpu, options):
     """By the model that is trained; and with more memory by a copy in vLLM, as the recipe says."""

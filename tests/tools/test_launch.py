@@ -161,6 +161,10 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path):
         ),
         (["--first", "--processes=2"], "first: it starts two runs of one process each"),
         (["--first", "--output.name=mine"], "first: it names its runs"),
+        (["--machine=h100"], "give --dry-run with it"),
+        (["--dry-run", "--machine=h10"], "known GPUs are"),
+        (["--dry-run", "--machine=h100x8", "--processes=4"], "processes (4): h100x8 has 8"),
+        (["--dry-run", "--policy.overrides", "rope_thetta=40000"], "has no 'rope_thetta'"),
     ],
 )
 def test_a_mistake_is_one_line_before_a_process_is_started(arguments, message, capsys, tmp_path, monkeypatch):
@@ -179,11 +183,8 @@ def test_what_may_start_again_has_a_name_and_goes_on_by_itself(monkeypatch, tmp_
     monkeypatch.setattr(module, "check_startup", lambda *_, **__: None)
     folder = f"--output.folder={tmp_path}"
     assert prepared(LaunchOptions(), [folder]) == [folder]
-    assert prepared(LaunchOptions(restarts=1), [folder, "--output.name=a"]) == [
-        folder,
-        "--output.name=a",
-        "--resume=auto",
-    ]
+    named = [folder, "--output.name=a"]
+    assert prepared(LaunchOptions(restarts=1), named) == [*named, "--resume=auto"]
     of_host = prepared(LaunchOptions(restarts=1), [folder])
     assert re.fullmatch(r"--output\.name=\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", of_host[1])
     assert of_host[2] == "--resume=auto"

@@ -191,14 +191,9 @@ def test_in_training_questions_that_were_left_out_are_wrong():
     left_out = tuple(
         dataclasses.replace(q, text=f"long {q.index}", source=s) for q, s in zip(asked, "abb", strict=True)
     )
-    overall, by_source = evaluate(
-        rollout_worker(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5})),
-        QuestionSet(asked.questions, left_out),
-        2,
-        Sampling(8),
-        seed=0,
-        reward=PLAIN,
-    )
+    worker = rollout_worker(ScriptedEngine({0: 1.0, 1: 0.5, 2: 0.5}))
+    questions = QuestionSet(asked.questions, left_out)
+    overall, by_source = evaluate(worker, questions, 2, Sampling(8), seed=0, reward=PLAIN)
     assert (overall.questions, overall.left_out) == (6, 3)
     assert overall.pass_rate == pytest.approx(2 / 6)
     assert overall.pass_at == {2: 0.5}

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
 from exgrpo.train.checkpoint.store import SUFFIX, write_checked
@@ -94,15 +92,9 @@ def make_run(
     of_run = config(values)
     memory = ExperienceMemory(QUESTIONS, MethodOptions(of_run.experience, K))
     place = np.arange(len(trajectories))
-    columns = {
-        "advantage": 0.25 + place,
-        "successes": 1 + place % 2,
-        "answers": np.full_like(place, 3),
-        "replays": place,
-        **(further or {}),
-    }
+    columns = {"advantage": 0.25 + place, "successes": 1 + place % 2, "replays": place}
     answers = each(trajectories)
-    answers.fill(**columns)
+    answers.fill(**{**columns, "answers": np.full_like(place, 3), **(further or {})})
     memory.fill(answers, {one.question: 2.0 for one in trajectories})
     memory.retired[QUESTIONS - 1] = True
     (folder / EXPERIENCE).mkdir(parents=True, exist_ok=True)
@@ -121,11 +113,6 @@ def make_run(
     )
     write_manifest(checkpoint, manifest)
     return folder
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
 
 
 def rows_of(source: Path) -> list[Any]:

@@ -13,15 +13,11 @@ from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCO
 from exgrpo.tools.experience.program import main
 from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.common.step_batch import ENGINE, TRAINER
-from tests.tools.experience.runs import ids, pretrained, questions, rows_of, write_parquet
+from tests.tools.experience.runs import ids, pretrained, questions, rows_of
 from tests.tools.experience.test_start import arithmetic, stored
+from tests.train.files import write_rows
 
 MODEL = "builtin:arithmetic"
-
-
-def write_lines(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def user(text):
@@ -76,10 +72,6 @@ def open_r1():
     ]
 
 
-def written(path, rows):
-    return write_parquet(path, rows) if path.suffix == ".parquet" else write_lines(path, *rows)
-
-
 VERL = {"question": "input", "answer": "gts", "response": "output", "reward": "score"}
 TRL = {"question": "prompt", "response": "completion", "reward": "accuracy_reward+format_reward"}
 PRIME_RL = {
@@ -113,7 +105,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_begins_with_what_the_files_of_a_project_say(tmp_path, name):
     columns, file, rows, expected = FILES[name]
-    told = import_answers(str(written(tmp_path / file, rows())), tmp_path / "set", columns)
+    told = import_answers(write_rows(tmp_path / file, rows()), tmp_path / "set", columns)
     assert f"answers: {len(expected)}" in str(told)
     trainer = arithmetic(tmp_path, tmp_path / "set")
     assert said(trainer) == expected
@@ -126,7 +118,7 @@ def test_token_ids_and_log_probs_come_as_they_are_and_their_text_by_a_tokenizer(
     response = ids("7 + 8 = 15")
     row = {"question": questions()[0].text, "response_ids": response.tolist(), "reward": 1, "weights_of": MODEL}
     row |= {"log_prob": [-0.25] * len(response), "prompt_ids": list(questions()[0].prompt)}
-    path = str(write_lines(tmp_path / "ids.jsonl", row))
+    path = write_rows(tmp_path / "ids.jsonl", [row])
     with pytest.raises(DataError, match="line 1: has response_ids and no response: --tokenizer must name the model"):
         import_answers(path, tmp_path / "set")
     told = import_answers(path, tmp_path / "set", {"model": "weights_of"}, tokenizer=MODEL)
@@ -157,7 +149,7 @@ def test_a_column_is_a_name_a_path_or_a_sum(path, value):
 
 
 def test_rewards_are_those_that_are_named(tmp_path, capsys):
-    path = str(written(tmp_path / "completions.parquet", trl()))
+    path = write_rows(tmp_path / "completions.parquet", trl())
     for name, reward, expected in (("one", "accuracy_reward", [1.0, None]), ("none", "", [None, None])):
         columns = ["question", "prompt", "response", "completion", "reward", reward]
         assert main(["import", path, str(tmp_path / name), "--columns", *columns]) == 0
@@ -185,27 +177,18 @@ WRONG = [
 def test_a_row_that_cannot_be_right_is_named_and_the_rest_is_kept_on_request(tmp_path):
     good = verl(0, "\\boxed{1}", 1.0)
     for number, (row, message) in enumerate(WRONG):
-        path = write_lines(tmp_path / f"{number}.jsonl", good, "", row)
+        path = write_rows(tmp_path / f"{number}.jsonl", [good, "", row])
         with pytest.raises(DataError) as error:
-            import_answers(str(path), tmp_path / "set", VERL)
+            import_answers(path, tmp_path / "set", VERL)
         assert str(error.value).startswith(f"{path} line 3: ")
         assert message in str(error.value)
         assert "--skip_bad" in str(error.value)
         assert not (tmp_path / "set").exists()
-    write_lines(tmp_path / "all.jsonl", *(row for row, _ in WRONG), good)
+    write_rows(tmp_path / "all.jsonl", [*(row for row, _ in WRONG), good])
     told = import_answers(f"{tmp_path}/*.jsonl", tmp_path / "set", VERL, skip_bad=True)
     assert (told.counts[ANSWERS], told.counts[BAD], len(told.problems)) == (10, 18, 5)
     assert f"left out: {tmp_path}/0.jsonl line 3: not valid JSON" in str(told)
     assert len(rows_of(tmp_path / "set")) == 10
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path, capsys):
-    path = write_lines(tmp_path / "some.jsonl", {"question": "1", "response": "1"})
-    assert main(["import", str(path), str(tmp_path / "set"), f"--tokenizer={tmp_path}/none"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"error: --tokenizer {tmp_path}/none: ")
-    assert told.count("\n") == 1
-    assert not (tmp_path / "set").exists()
 
 
 def test_files_without_answers_leave_no_folder(tmp_path):
@@ -248,14 +231,14 @@ def changed(draw, value):
 def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, sound, data):
     columns, row = sound
     folder = tmp_path_factory.mktemp("any")
-    path = write_lines(folder / "any.jsonl", changed(data.draw, row), row)
-    told = import_answers(str(path), folder / "set", columns, skip_bad=True)
+    path = write_rows(folder / "any.jsonl", [json.dumps(changed(data.draw, row)), row])
+    told = import_answers(path, folder / "set", columns, skip_bad=True)
     assert told.counts[ANSWERS] == len(rows_of(folder / "set")) >= 1
 
 
 def test_long_files_are_written_some_rows_at_a_time_and_the_card_tells_of_them(tmp_path):
     rows = [verl(i % 6, f"\\boxed{{{i}}}", i / 3000) for i in range(3000)]
-    told = import_answers(str(write_lines(tmp_path / "1.jsonl", *rows)), tmp_path / "set", VERL)
+    told = import_answers(write_rows(tmp_path / "1.jsonl", rows), tmp_path / "set", VERL)
     assert "answers: 3,000" in str(told)
     (file,) = (tmp_path / "set" / "data").iterdir()
     assert pq.ParquetFile(file).metadata.num_row_groups == 6

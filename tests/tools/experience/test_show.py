@@ -12,6 +12,7 @@ from exgrpo.tools.experience.show import counts, distributions
 from exgrpo.tools.experience.sources import open_run
 from tests.tools.experience.runs import QUESTIONS, K, make_run, questions, some
 from tests.train.batches import same, stored_rows
+from tests.train.files import write_rows
 from tests.train.launch import MAIN, completed
 
 
@@ -73,17 +74,20 @@ def test_the_program_prints_tables_and_the_answers_to_a_question_and_exports(tmp
         (["show", "none"], "none: there is no such folder of a run"),
         (["show", "empty"], "empty has no checkpoint"),
         (["show", "run", "--question", "99"], "there is no question 99: the run has the questions 0 to 5"),
+        (["import", "some.jsonl", "set", "--tokenizer=./none"], "--tokenizer ./none: "),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, say, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     make_run(tmp_path / "run", some())
+    write_rows(tmp_path / "some.jsonl", [{"question": "1", "response": "1"}])
     status, _, told = say(*arguments)
     assert status == 2
     assert message in told
     assert told.startswith("error: ")
     assert told.count("\n") == 1
+    assert not (tmp_path / "set").exists()
 
 
 def test_the_package_and_the_tables_need_neither_torch_nor_a_tokenizer(tmp_path):

@@ -1,7 +1,7 @@
 """A new run begins with traces: which become trajectories, with which tokens, log-probs and counts."""
 
 import dataclasses
-import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -23,6 +23,7 @@ from tests.tools.experience import runs
 from tests.tools.experience.runs import K, config, make_run, pretrained, some, with_reply
 from tests.train.batches import Row, same, stored_rows
 from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
+from tests.train.files import write_rows
 from tests.train.run.test_weight_check import among
 from tests.train.trainers import half
 
@@ -66,8 +67,7 @@ def begin(source, count: int = 8, **values):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 def trace(question: int, response: str, **more):
@@ -113,7 +113,7 @@ def test_answers_with_replies_come_back_as_they_were_and_in_no_other_tokens(tmp_
 
 def test_what_the_prompt_ends_with_does_not_come_twice(tmp_path):
     """Expert answers begin with "<think>", which data.answer_prefix has put at the end of the prompt."""
-    rows = read_traces(write(tmp_path / "expert.jsonl", trace(0, "5 6 7"), trace(0, "7 5 6")))
+    rows = read_traces(Path(write(tmp_path / "expert.jsonl", trace(0, "5 6 7"), trace(0, "7 5 6"))))
     found = dataclasses.replace(PRINTED, prefix="5 6 ").tokens(list(rows))
     assert [tokens.tolist() for tokens, _ in found] == [[7, EOS], [7, 5, 6, EOS]]
 
@@ -170,7 +170,7 @@ def test_recomputed_log_probs_are_those_of_the_model(tmp_path, exported, one_thr
     """RLEP: another run's successes, with old log-probs of this run's policy, among the allowed tokens."""
     encoding = encoding_of(pretrained())
     rows = pq.read_table(exported / "data").to_pylist()
-    source = runs.write_parquet(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
+    source = write_rows(tmp_path / "other.parquet", [{**row, "model": "another"} for row in rows])
     of_run = config({"experience.start": str(source), "rollout.temperature": 0.7})
     rollout_worker = RolloutWorker(ScriptedEngine({}), ScriptedGrader(), encoding.tokenizer.decode, ALONE)
     trainer = Trainer(of_run, runs.questions(), Policy(of_run, pretrained().model, ALONE), rollout_worker)
@@ -216,13 +216,8 @@ def test_texts_are_encoded_and_end_with_one_eos(tmp_path):
 def test_missing_rewards_and_keys_are_the_graders(tmp_path):
     path = write(
         tmp_path / "traces.jsonl",
-        *(
-            trace(0, "5 7 9"),
-            trace(0, "5 8 9"),
-            trace(0, "5 8 8"),
-            trace(1, "5 7 9"),
-            trace(2, "5 8", reward=0.75, key=4),
-        ),
+        *(trace(question, text) for question, text in ((0, "5 7 9"), (0, "5 8 9"), (0, "5 8 8"), (1, "5 7 9"))),
+        trace(2, "5 8", reward=0.75, key=4),
     )
     trainer, started = begin(path)
     assert [one.reward for one in stored(trainer)] == [1, 0, 0, 1, 0.75]

@@ -1,6 +1,5 @@
 """Files of traces: what is read, and what is told of those that are wrong."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 from exgrpo.tools.experience.convert import answers_of
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.traces import check_traces, read_traces
-from tests.tools.experience.runs import write_parquet
 from tests.train.batches import lists
+from tests.train.files import write_rows
 
 ROW = {"question": "1 + 1", "response": "2"}
 BAD = [
@@ -47,13 +46,8 @@ BAD = [
 ]
 
 
-def write_jsonl(path: Path, rows: list) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, write):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, suffix):
     whole = {
         "prompt_ids": [4, 5],
         "response_ids": [6, 7],
@@ -73,33 +67,24 @@ def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, writ
         "source": 7,
         "more": "ignored",
     }
-    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **whole}, ROW])
+    path = Path(write_rows(tmp_path / f"traces.{suffix}", [{**ROW, **whole}, ROW]))
     first, second = read_traces(path)
     assert (first.answer, first.finished, first.reward, first.step, first.advantage) == ("2", False, 0.5, 4, -0.25)
     assert (first.group_successes, first.group_answers, first.replays, first.key, first.model) == (1, 3, 2, 2**62, "m")
-    assert (first.response_ids.tolist(), first.response_ids.dtype, first.prompt_ids.tolist()) == (
-        [6, 7],
-        np.int32,
-        [4, 5],
-    )
-    assert (first.log_prob.tolist(), first.log_prob.dtype) == ([-0.5, 0.0], np.float32)
+    tokens = (first.prompt_ids.tolist(), first.response_ids.tolist(), first.log_prob.tolist())
+    assert tokens == ([4, 5], [6, 7], [-0.5, 0.0])
+    assert (first.response_ids.dtype, first.log_prob.dtype) == (np.int32, np.float32)
     assert (second.question, second.response, second.answer, second.reward) == ("1 + 1", "2", None, None)
     assert lists(first.allowed_tokens) == [[], [3, 7]]
-    assert (
-        second.allowed_tokens
-        is second.response_ids
-        is second.log_prob
-        is second.prompt_ids
-        is second.old_log_probs_from
-        is None
-    )
+    lacking = ("allowed_tokens", "response_ids", "log_prob", "prompt_ids", "old_log_probs_from")
+    assert [getattr(second, name) for name in lacking] == [None] * 5
     assert (second.finished, second.group_successes, second.group_answers, second.key) == (True, 0, 0, 0)
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_columns_are_read_under_the_names_that_they_had(tmp_path, write):
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns_are_read_under_the_names_that_they_had(tmp_path, suffix):
     was = {"response_ids": [6, 7], "written": [True, False], "kept": [[], [3, 7]], "behaviour": "engine"}
-    path = write(tmp_path / f"traces.{'jsonl' if write is write_jsonl else 'parquet'}", [{**ROW, **was}])
+    path = Path(write_rows(tmp_path / f"traces.{suffix}", [{**ROW, **was}]))
     (trace,) = read_traces(path)
     assert (trace.response_mask.tolist(), trace.old_log_probs_from) == ([True, False], "engine")
     assert lists(trace.allowed_tokens) == [[], [3, 7]]
@@ -109,7 +94,7 @@ def test_columns_are_read_under_the_names_that_they_had(tmp_path, write):
 
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_a_row_that_cannot_be_right_is_named(tmp_path, change, message):
-    path = write_jsonl(tmp_path / "traces.jsonl", [ROW, "", {**ROW, **change}])
+    path = Path(write_rows(tmp_path / "traces.jsonl", [ROW, "", {**ROW, **change}]))
     with pytest.raises(DataError) as error:
         list(read_traces(path))
     assert str(error.value).startswith(f"{path} line 3: ")
@@ -117,15 +102,15 @@ def test_a_row_that_cannot_be_right_is_named(tmp_path, change, message):
 
 
 def test_damaged_files_are_named(tmp_path):
-    path = write_parquet(tmp_path / "traces.parquet", [ROW] * 1000)
+    path = Path(write_rows(tmp_path / "traces.parquet", [ROW] * 1000))
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"traces.parquet: cannot be read as parquet"):
         check_traces(path)
     with pytest.raises(DataError, match="line 2: not valid JSON"):
-        list(read_traces(write_jsonl(tmp_path / "traces.jsonl", [ROW, '{"question"'])))
+        list(read_traces(Path(write_rows(tmp_path / "traces.jsonl", [ROW, '{"question"']))))
     with pytest.raises(DataError, match="line 1: expected an object, got list"):
-        list(read_traces(write_jsonl(tmp_path / "list.jsonl", ["[1]"])))
+        list(read_traces(Path(write_rows(tmp_path / "list.jsonl", ["[1]"]))))
 
 
 @pytest.mark.parametrize(

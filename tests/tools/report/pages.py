@@ -84,14 +84,8 @@ def training_record(step: int, **changes: Any) -> dict[str, Any]:
 
 def held_out(step: int, rate: float) -> dict[str, Any]:
     lacking = {"held_out/truncated": 0.25, "held_out/without_form": 0.5, "seconds/evaluation": 6.0}
-    rates = {
-        "test/pass_rate": rate,
-        "pass_at/2": rate,
-        "distinct_at/2": rate,
-        "test/gsm8k": rate,
-        "hard/pass_rate": 0.5,
-    }
-    return {"step": step, "kind": "evaluation", **rates, **lacking}
+    rates = dict.fromkeys(("test/pass_rate", "pass_at/2", "distinct_at/2", "test/gsm8k"), rate)
+    return {"step": step, "kind": "evaluation", **rates, "hard/pass_rate": 0.5, **lacking}
 
 
 def make_run(folder: Path, records: list[Any], *, seed: int = 0, **options: Any) -> Path:

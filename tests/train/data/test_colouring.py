@@ -21,25 +21,12 @@ NODES = "abcde"
 PAIRS = [a + b for a, b in combinations(NODES, 2)]
 GOLD = "abc ab bc"
 BOXED = (
-    "",
-    " ",
-    "{" * 5000 + "}" * 5000,
-    "a=R " * 5000,
-    " " * 100_000,
-    "a=R" + " " * 150,
-    "a=R b=G",
-    "a=R b=G c=B d=R",
+    *("", " ", "{" * 5000 + "}" * 5000, "a=R " * 5000, " " * 100_000, "a=R" + " " * 150, "a=R b=G", "a=R b=G c=B d=R"),
+    *("a=R b=G c=B a=B", "a=R b=G b=G c=B", "a=R b=G c=Y", "a=R b=G c=", "a=Rb=Gc=B", "\u0430=R b=G c=B", "R G B"),
 )
-BOXED += ("a=R b=G c=B a=B", "a=R b=G b=G c=B", "a=R b=G c=Y", "a=R b=G c=", "a=Rb=Gc=B", "\u0430=R b=G c=B", "R G B")
 HOSTILE = [f"\\boxed{{{text}}}" for text in (*BOXED, "\\frac{1}{2}")]
-HOSTILE += [
-    "",
-    "\\boxed{",
-    "\\boxed{" * 5000 + "}" * 5000,
-    "a=R b=G c=B",
-    "\\boxed{a=R b=G c=B}</think>",
-    "x" * 100_000,
-]
+HOSTILE += ["", "\\boxed{", "\\boxed{" * 5000 + "}" * 5000, "x" * 100_000]
+HOSTILE += ["a=R b=G c=B", "\\boxed{a=R b=G c=B}</think>"]
 
 
 def colourings(nodes):

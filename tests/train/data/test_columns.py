@@ -3,8 +3,6 @@
 import json
 from contextlib import ExitStack
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.tools.evaluate import program as evaluate
@@ -15,30 +13,21 @@ from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import contradictions, question_set
-from exgrpo.train.reward.contract import ALL_COLUMNS, Columns
+from exgrpo.train.reward.contract import Columns
 from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
 from tests.train.data.test_questions import PAPER_ROW, TOKENIZER
 from tests.train.data.test_questions import load as questions_of
+from tests.train.files import write_rows
+from tests.train.reward.conftest import grade
 
 ROWS = [{"problem": f"p{i}", "answer": str(i), "level": i, "huge": "x" * 100} for i in range(3)]
 TAKEN = Columns(("question", "level"), ("bonus",), taker="reward 'mine.py:score'")
 
 
-def write(folder, suffix, rows):
-    path = folder / f"mine.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == "csv":
-        path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_rows_keep_the_columns_that_are_taken(tmp_path, suffix):
-    path = write(tmp_path, suffix, ROWS)
+    path = write_rows(tmp_path / f"mine.{suffix}", ROWS)
     found = read_rows(path, split="train", limit=None, seed=0, columns=TAKEN)
     level = str if suffix == "csv" else int
     assert [row.columns for row in found] == [{"question": f"p{i}", "level": level(i)} for i in range(3)]
@@ -50,7 +39,7 @@ def test_rows_keep_the_columns_that_are_taken(tmp_path, suffix):
 
 
 def test_nested_columns_and_the_question_of_rows_of_the_paper(tmp_path):
-    path = write(tmp_path, "parquet", [PAPER_ROW])
+    path = write_rows(tmp_path / "mine.parquet", [PAPER_ROW])
     (row,) = read_rows(path, split="train", limit=None, seed=0, columns=Columns(("question", "extra_info")))
     assert row.columns == {"question": "What is 6 * 7?", "extra_info": PAPER_ROW["extra_info"]}
 
@@ -59,35 +48,24 @@ def test_generated_questions_have_columns():
     columns = Columns(("question", "edges"))
     (row,) = read_rows("builtin:colouring", split="test", limit=1, seed=0, columns=columns)
     assert all(edge in row.columns["question"] for edge in row.columns["edges"])
-    with pytest.raises(
-        DataError, match=r"^builtin:colouring: a question has no column 'levels', .* its columns are '.*"
-    ):
+    with pytest.raises(DataError, match=r"^builtin:colouring: a question has no column 'levels', .* its columns are "):
         read_rows("builtin:colouring", split="test", limit=1, seed=0, columns=Columns(("levels",)))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_a_missing_column_is_named_with_those_that_exist(tmp_path, suffix):
-    path = write(tmp_path, suffix, ROWS)
-    message = r"mine.* has no column 'levels', which the reward 'mine.py:score' takes; its columns are 'problem, answer"
-    with pytest.raises(DataError, match=message):
-        read_rows(path, split="train", limit=None, seed=0, columns=Columns(("levels",), taker="reward 'mine.py:score'"))
-    assert read_rows(path, split="train", limit=None, seed=0, columns=ALL_COLUMNS)
-
-
-def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path):
+def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path, suffix):
     reward = tmp_path / "mine.py"
-    reward.write_text("def score(response, gold, *, question, level):\n    return level + (response == question)\n")
-    (tmp_path / "rows").mkdir()
-    values = {"data": {"train": write(tmp_path / "rows", "jsonl", ROWS), "test": None, "train_limit": None}}
+    reward.write_text("def score(response, gold, *, question, level): return int(level) + (response == question)\n")
+    path = tmp_path / f"rows.{suffix}"
+    values = {"data": {"train": write_rows(path, ROWS), "test": None, "train_limit": None}}
     with ExitStack() as resources:
         found = check_startup(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
-        grading = found.grader.begin()
-        for row in found.train[0]:
-            assert "huge" not in row.columns
-            grading.add("p1", row.gold, row.question, f"{reward}:score", row.columns)
-        assert grading.finish().reward == (0.0, 2.0, 2.0)
-        values["data"]["train"] = write(tmp_path / "rows", "jsonl", [{"question": "q", "answer": "1"}])
-        with pytest.raises(DataError, match="line 1: has no column 'level', which the reward '.*mine.py:score' takes"):
+        assert not any("huge" in row.columns for row in found.train[0])
+        answers = [("p1", row.gold, row.columns) for row in found.train[0]]
+        assert grade(found.grader, f"{reward}:score", answers).reward == (0.0, 2.0, 2.0)
+        write_rows(path, [{"question": "q", "answer": "1", "levels": 1}])
+        message = "no column 'level', which the reward '.*mine.py:score' takes; its columns are '(answer, )?question"
+        with pytest.raises(DataError, match=message):
             check_startup(configured(values, reward={"function": f"{reward}:score", "workers": 1}), resources)
 
 
@@ -104,7 +82,7 @@ def test_a_run_reads_the_columns_that_its_reward_takes(tmp_path):
     ],
 )
 def test_columns_may_have_other_names(tmp_path, suffix, row, names):
-    path = write(tmp_path, suffix, [row])
+    path = write_rows(tmp_path / f"mine.{suffix}", [row])
     (found,) = read_rows(path, split="train", limit=None, seed=0, names=names, columns=Columns(("question",)))
     assert (found.question, found.gold, found.columns) == ("q", "7", {"question": "q"})
 
@@ -117,17 +95,15 @@ def test_other_names_are_asked_for_where_the_usual_ones_are_missing(tmp_path, su
         ({"Question": "q", "Answer": "7"}, "prompt, question, problem; it.* Question, Answer"),
     ):
         with pytest.raises(DataError, match=f"{said}.*{remedy}"):
-            read_rows(write(tmp_path, suffix, [row]), split="train", limit=None, seed=0)
-    path = write(tmp_path, suffix, [{"problem": "q", "final_answer": "7"}])
-    with pytest.raises(
-        DataError, match=r"no column 'Answr', which data.columns names; its columns are 'problem, final"
-    ):
+            read_rows(write_rows(tmp_path / f"mine.{suffix}", [row]), split="train", limit=None, seed=0)
+    path = write_rows(tmp_path / f"mine.{suffix}", [{"problem": "q", "final_answer": "7"}])
+    with pytest.raises(DataError, match=r"no column 'Answr', which data.columns names; its columns are 'problem, "):
         read_rows(path, split="train", limit=None, seed=0, names={"answer": "Answr"})
 
 
 def test_a_run_and_its_evaluation_read_columns_by_their_names(tmp_path):
     for name, row in (("a", {"Q": "q", "A": "7"}), ("b", {"question": "q", "final": "7"}), ("c", ROWS[0])):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(tmp_path / f"{name}.jsonl", [row])
     a, b, c = (f"{tmp_path}/{name}.jsonl" for name in "abc")
     recipe = tmp_path / "mine.yaml"
     sources = [{"source": b, "columns": {"answer": "final"}}, {"source": c, "columns": {}}]
@@ -150,11 +126,9 @@ def test_a_run_and_its_evaluation_read_columns_by_their_names(tmp_path):
 def test_a_question_with_two_answers_is_told_once(tmp_path):
     rows = [("[b]1 + 1?", "2"), ("other", "5"), ("[b]1 + 1?", "3"), ("other", "6"), ("[b]1 + 1?", "4")]
     rows += [("same", "1"), ("same", "1")]
-    path = write(tmp_path, "jsonl", [{"question": question, "answer": answer} for question, answer in rows])
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": question, "answer": answer} for question, answer in rows])
     loaded = questions_of(path, TOKENIZER, max_prompt_tokens=100)
     said = contradictions(loaded)
-    assert said.startswith(
-        "2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2' and"
-    )
+    assert said.startswith("2 questions have different answers in different rows, such as '[b]1 + 1?' of 'mine': '2'")
     assert contradictions(list(loaded)[:4:3]) == contradictions(list(loaded)[4:]) == ""
     assert contradictions([*list(loaded)[:3:2]]).startswith("1 question has ")

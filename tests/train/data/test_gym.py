@@ -8,10 +8,13 @@ import sys
 import pytest
 
 from exgrpo.train.common.errors import DataError
+from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data import gym
 from exgrpo.train.data.files import from_hub, read_rows
+from exgrpo.train.reward.form import Graded, elsewhere
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
+from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT
 
 SOURCE = "reasoning_gym:countdown?max_numbers=3&min_numbers=3"
@@ -23,9 +26,7 @@ def rows(source, split="train", limit=20, seed=0):
 
 def test_a_missing_package_is_named_with_the_extra(monkeypatch):
     monkeypatch.setattr(gym, "find_spec", lambda name: None)
-    with pytest.raises(
-        DataError, match=r"countdown: this needs the package reasoning-gym: pip install 'exgrpo\[tasks\]'"
-    ):
+    with pytest.raises(DataError, match=r"countdown: .* reasoning-gym: pip install 'exgrpo\[tasks\]'"):
         rows("reasoning_gym:countdown")
 
 
@@ -87,16 +88,10 @@ def test_every_process_has_the_same_questions():
         "from exgrpo.train.data.files import read_rows\n"
         "print([row.question for row in read_rows('reasoning_gym:word_ladder', split='train', limit=5, seed=0)])\n"
     )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    said = set()
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        said.add(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout)
     assert len(said) == 1
 
 
@@ -111,6 +106,10 @@ def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():
                 f"<think>hm</think>It is \\boxed{{{answer}}}.": True,
                 f"\\boxed{{{answer}}}": True,
                 f"\\boxed{{nothing}}</think>{answer}": True,
+                f"<think>hm</think>\n<answer>{answer}</answer>": True,
+                f"<answer>no</answer> \\boxed{{no}} <answer>\n{answer}\n</answer> \\boxed{{no}}": True,
+                f"<answer>{answer}</answer><answer>no</answer>": False,
+                f"<answer>{answer}</answer></think>": False,
                 f"\\boxed{{{answer}}}</think>\\boxed{{nothing}}": False,
                 f"<think>hm</think>\\boxed{{{answer}": False,
                 f"{answer}</think>": False,
@@ -118,8 +117,10 @@ def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():
             grades = grader.grade([(response, row.gold) for response in responses])
             assert [reward == 1.0 for reward in grades.reward] == list(responses.values()), name
             assert grades.failed == 0
-            assert set(grades.key[:4]) == {hashed(" ".join(answer.split()))}
-            assert grades.key[5:] == (0, 0)
+            assert set(grades.key[:6]) == {hashed(" ".join(answer.split()))}
+            assert grades.key[-2:] == (0, 0)
+        stated = Graded(f"Answer: {answer}", row.gold, gym.REWARD)
+        assert elsewhere(RewardConfig(workers=1, time_limit=60), [stated], LoneWorld()) == ("line", 1)
         (row,) = rows("reasoning_gym:prime_factorization", limit=1)
         grades = grader.grade([("no number", row.gold)])
         assert (grades.reward, grades.failed) == ((0.0,), 0), "what a verifier cannot read is wrong and no failure"

@@ -18,6 +18,7 @@ from exgrpo.train.data.prompts import PROMPTS, PromptFormat
 from exgrpo.train.data.questions import Question, QuestionSet, question_set
 from exgrpo.train.reward.contract import ALL_COLUMNS
 from tests.train.configs import configured
+from tests.train.files import write_rows
 
 SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -64,11 +65,6 @@ def load(source, tokenizer, **options):
     return question_set(source, rows, tokenizer, PromptFormat(**of_format), **options)
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def decoded(question):
     return TOKENIZER.decode(question.prompt, clean_up_tokenization_spaces=False)
 
@@ -77,12 +73,7 @@ def decoded(question):
 def test_the_same_rows_from_every_kind_of_file(tmp_path, suffix):
     rows = [PAPER_ROW, PAPER_ROW | {"reward_model": {"ground_truth": "\\frac12", "style": "rule"}}]
     path = tmp_path / f"mine.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif suffix == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    else:
-        write_lines(path, rows)
+    path.write_text(json.dumps(rows, indent=1)) if suffix == "json" else write_rows(path, rows)
     loaded = load(str(path), TOKENIZER, max_prompt_tokens=100)
     assert [(q.index, q.text, q.gold, q.source) for q in loaded] == [
         (0, "What is 6 * 7?", "42", "olympiad"),
@@ -179,7 +170,7 @@ def test_missing_files_are_no_hub_names(source, monkeypatch):
 
 def test_a_folder_is_an_error_and_a_pattern_is_read_in_order(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
-        write_lines(tmp_path / name, [{"question": name, "answer": "1"}])
+        write_rows(tmp_path / name, [{"question": name, "answer": "1"}])
     with pytest.raises(ValueError, match="is a folder"):
         load(str(tmp_path), TOKENIZER, max_prompt_tokens=100)
     loaded = load(f"{tmp_path}/*", TOKENIZER, max_prompt_tokens=100)
@@ -201,9 +192,7 @@ def test_hub_names_go_to_datasets(monkeypatch):
     loaded = load("owner/name:main", TOKENIZER, split="test", max_prompt_tokens=100)
     assert calls == [("owner/name", "main", "test")]
     assert (loaded[0].gold, loaded[0].source) == ("1", "owner/name:main")
-    with pytest.raises(
-        ValueError, match=r"owner/gone is no file here, .*'train' .*ConnectionError: cannot be reached$"
-    ):
+    with pytest.raises(ValueError, match=r"owner/gone is no file here, .*ConnectionError: cannot be reached$"):
         load("owner/gone", TOKENIZER, max_prompt_tokens=100)
     with pytest.raises(ValueError, match=r"configs: \['main'\]: owner/name:CONFIG names one$"):
         load("owner/name", TOKENIZER, max_prompt_tokens=100)
@@ -220,7 +209,7 @@ def test_builtin_problems_need_a_limit_and_a_known_name():
 
 
 def prompt_of(tmp_path, tokenizer=TOKENIZER, **options):
-    path = write_lines(tmp_path / "one.jsonl", [PAPER_ROW])
+    path = write_rows(tmp_path / "one.jsonl", [PAPER_ROW])
     return decoded(load(path, tokenizer, max_prompt_tokens=200, **options)[0])
 
 
@@ -262,7 +251,7 @@ def test_prompts_by_name():
 
 def test_prompts_equal_the_chat_template_one_by_one(tmp_path):
     texts = ["a", "ünï ∑", "{braces}", "<s> as text"]
-    path = write_lines(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": text, "answer": "1"} for text in texts])
     for text, question in zip(texts, load(path, TOKENIZER, max_prompt_tokens=100), strict=True):
         chat = [{"role": "user", "content": text}]
         expected = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -291,7 +280,7 @@ def test_options_that_cannot_be(tmp_path, tokenizer, options, message):
 def test_long_prompts_are_dropped_and_counted(lengths, longest, data, tmp_path_factory):
     limit = data.draw(st.none() | st.integers(1, len(lengths)))
     rows = [{"question": "x" * n, "answer": str(i)} for i, n in enumerate(lengths)]
-    path = write_lines(tmp_path_factory.getbasetemp() / "lengths.jsonl", rows)
+    path = write_rows(tmp_path_factory.getbasetemp() / "lengths.jsonl", rows)
     fits = [str(i) for i, n in enumerate(lengths) if n <= longest]
 
     def once():
@@ -299,9 +288,7 @@ def test_long_prompts_are_dropped_and_counted(lengths, longest, data, tmp_path_f
         return load(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=longest + 1, limit=limit)
 
     if not fits:
-        with pytest.raises(
-            ValueError, match=rf"all {len(lengths)} prompts are longer .* shortest has {min(lengths) + 1}"
-        ):
+        with pytest.raises(ValueError, match=rf"all {len(lengths)} prompts .* shortest has {min(lengths) + 1}"):
             once()
         return
     loaded = once()

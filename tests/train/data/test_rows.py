@@ -1,10 +1,7 @@
 """Rows of both forms, of CSV files and of conversations: what is read of them, and what is wrong with them."""
 
 import csv
-import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +11,7 @@ from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.rows import COLUMNS, REMEDY, ColumnSelection, parse_row
 from exgrpo.train.reward.contract import ALL_COLUMNS
 from tests.train.data.test_questions import BASE_TOKENIZER, PAPER_ROW, TOKENIZER, decoded, load
+from tests.train.files import write_rows
 from tests.train.values import ANY, tried
 
 
@@ -166,15 +164,9 @@ TURNS = [
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("keep_system", [False, True])
 def test_the_chat_template_gets_all_turns(tmp_path, suffix, keep_system):
-    path = tmp_path / f"mine.{suffix}"
     rows = [{"question": [SYSTEM, *TURNS], "answer": "42"}, {"question": TURNS[:1], "answer": "6"}]
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    long, short = load(
-        str(path), TOKENIZER, max_prompt_tokens=200, keep_system=keep_system, prompt_format="{question}!"
-    )
+    path = write_rows(tmp_path / f"mine.{suffix}", rows)
+    long, short = load(path, TOKENIZER, max_prompt_tokens=200, keep_system=keep_system, prompt_format="{question}!")
     asked = [*TURNS[:2], {"role": "user", "content": "Times 7?!"}]
     chat = [SYSTEM, *asked] if keep_system else asked
     assert list(long.prompt) == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -184,12 +176,9 @@ def test_the_chat_template_gets_all_turns(tmp_path, suffix, keep_system):
 
 
 def test_without_a_template_there_are_no_turns(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"question": TURNS, "answer": "42"}))
-    with pytest.raises(
-        DataError, match=r"the question 'user: A number\?.* has several turns, which need data.chat=True"
-    ):
-        load(str(path), BASE_TOKENIZER, chat=False, max_prompt_tokens=200)
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": TURNS, "answer": "42"}])
+    with pytest.raises(DataError, match=r"'user: A number\?.* has several turns, which need data.chat=True"):
+        load(path, BASE_TOKENIZER, chat=False, max_prompt_tokens=200)
 
 
 @pytest.mark.parametrize(

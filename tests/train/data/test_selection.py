@@ -1,23 +1,20 @@
 """The rows that are trained on: those whose gold answer can be earned, one for each question."""
 
-import json
 from contextlib import ExitStack
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.tools import dry_run
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.run.startup_checks import check_startup
 from tests.train.configs import configured
+from tests.train.files import write_rows
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(path, rows)
 
 
 def asked(question, answer="1", **more):
@@ -42,25 +39,17 @@ BAD = [asked("b", "proof"), asked("c", None), asked("d", ""), asked("e", "\\frac
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_rows_whose_gold_answer_cannot_be_earned_are_told_and_left_out(tmp_path, suffix):
-    rows, path = [asked("a"), *BAD, asked("g", "#### 5")], tmp_path / f"mine.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        write(path, *rows)
-    found, plan = checked(str(path))
+    path = write(tmp_path / f"mine.{suffix}", asked("a"), *BAD, asked("g", "#### 5"))
+    found, plan = checked(path)
     assert questions(found) == [[("a", "1"), ("g", "5")]]
     place = f"{path} {'row' if suffix == 'parquet' else 'line'} 2"
-    line = (
-        f"5 of 7 gold answers cannot be read or can never be earned, the first, 'proof', in {place}: their rows are "
-        "left out; --data.keep_unreadable True trains on them"
-    )
+    begin = f"5 of 7 gold answers cannot be read or can never be earned, the first, 'proof', in {place}: "
+    line = f"{begin}their rows are left out; --data.keep_unreadable True trains on them"
     assert found.notes == (line,)
     assert line in plan
-    kept, plan = checked(str(path), keep_unreadable=True)
+    kept, plan = checked(path, keep_unreadable=True)
     assert len(kept.train[0]) == 7
-    assert kept.notes == (
-        line.replace("their rows are left out; --data.keep_unreadable True trains on them", "they are trained on"),
-    )
+    assert kept.notes == (f"{begin}they are trained on",)
 
 
 def test_without_a_gold_answer_there_is_nothing_to_train_on(tmp_path):
@@ -102,14 +91,7 @@ def test_rows_that_ask_the_same_are_one_question(tmp_path):
 def test_what_differs_in_turns_system_message_gold_answer_or_a_column_that_is_taken_is_another_question(tmp_path):
     turns = [{"role": "user", "content": "A number?"}, {"role": "assistant", "content": "6"}]
     last = {"role": "user", "content": "q"}
-    rows = [
-        asked("q"),
-        asked([last]),
-        asked([*turns, last]),
-        asked([SYSTEM, last]),
-        asked("q", "2"),
-        asked("q", tests=[2]),
-    ]
+    rows = [asked("q"), *map(asked, ([last], [*turns, last], [SYSTEM, last])), asked("q", "2"), asked("q", tests=[2])]
     path = write(tmp_path / "mine.jsonl", *rows, *rows)
 
     def golds(**options):
@@ -138,9 +120,7 @@ def test_a_question_of_two_sources_belongs_to_the_first_unless_they_ask_in_anoth
     assert of_sources(a, c) == ([["p", "q"], ["r"]], "4 rows, ")
     other = [{"source": b, "prompt_format": "{question}!"}]
     assert of_sources(a, b, sources=other) == ([["p", "q"], ["q", "r"]], "5 rows, ")
-    with pytest.raises(
-        DataError, match=r"train_weights: all questions of '.*c.jsonl' are among those of the sources be"
-    ):
+    with pytest.raises(DataError, match=r"train_weights: all questions of '.*c.jsonl' are among those of the sources"):
         checked([a, b, c], train_weights=[1, 2, 3])
 
 
@@ -151,7 +131,6 @@ def test_training_questions_among_the_held_out_ones_are_counted(tmp_path):
     line = "2 training questions are among the held-out ones of test, the first 'q  r': "
     assert found.notes[0].startswith(line)
     assert found.notes[0] in plan
-    assert (
-        checked(train, write(tmp_path / "c.jsonl", asked("s")))[0].notes[0].startswith("1 training question is among")
-    )
+    (note,) = checked(train, write(tmp_path / "c.jsonl", asked("s")))[0].notes
+    assert note.startswith("1 training question is among")
     assert checked(train, write(tmp_path / "d.jsonl", asked("t")))[0].notes == ()

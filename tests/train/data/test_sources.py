@@ -13,7 +13,7 @@ from exgrpo.tools.evaluate.options import defaults as of_evaluation
 from exgrpo.train.common.errors import ConfigError, DataError, ExgrpoError
 from exgrpo.train.common.functions import module_names
 from exgrpo.train.config.recipe import load_recipe, parse_args, to_yaml
-from exgrpo.train.config.sources import settings_of, split_arguments
+from exgrpo.train.config.sources import settings_of
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS, from_hub, read_rows
 from exgrpo.train.data.prompts import PromptFormat
@@ -93,12 +93,6 @@ def test_a_question_mark_in_a_pattern_of_files_begins_no_arguments(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text('{"question": "q", "answer": "1"}\n')
     rows = read_rows(str(tmp_path / "a?.jsonl"), split="train", limit=None, seed=0)
     assert [row.source for row in rows] == ["a1", "a2"]
-
-
-@given(st.dictionaries(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), st.integers(), max_size=4))
-def test_arguments_are_read_as_they_were_written(arguments):
-    query = "&".join(f"{name}={value}" for name, value in arguments.items())
-    assert split_arguments(f"builtin:x?{query}" if query else "builtin:x") == ("builtin:x", arguments)
 
 
 def of_size(size, source, left_out=0):

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.errors import DataError
-from exgrpo.train.common.functions import ASSETS, find_module, model_names, module_names
+from exgrpo.train.common.functions import find_module, model_names, module_names
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS
-from exgrpo.train.reward.names import BUILTIN, resolve_reward
+from exgrpo.train.reward.names import resolve_reward
 
 NAMES = module_names(TASKS, "generate")
 SPLITS = ("pretrain", "train", "test")
@@ -110,18 +110,6 @@ def test_questions_fit_and_survive_the_tokenizer(task, difficulty):
         assert problem.question in tokenizer.decode(prompt)
     for text in ("Grüße, 数学!\n\t x≠y", "</think> then \\boxed{12}"):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-def test_the_models_are_small():
-    assert sum(file.stat().st_size for file in ASSETS.rglob("*.safetensors")) < 8e6
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_the_part_that_decides_has_the_grade_of_the_whole(name):
-    reward = resolve_reward(name)
-    for response in ("<think>5</think> it is \\boxed{4}", "\\boxed{4}", "the answer is 4", "", "</think>", "4"):
-        part = BUILTIN[name](response)
-        assert (0.0 if part is None else reward(part, "4")) == reward(response, "4")
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "files", "questions", "..pool", "math:math", "arithmetic.generate"])

@@ -19,6 +19,10 @@ FULL = "/dev/full"
 WAY_ON = r"cannot be written: No space left on device\. Make room there and start again with --resume auto"
 
 
+def refuse(_):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("name", [METRICS, SAMPLES])
 def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
     (tmp_path / name).symlink_to(FULL)
@@ -31,9 +35,6 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path, name):
 
 def test_a_log_that_cannot_be_brought_to_disk_is_named(tmp_path, monkeypatch):
     log = RunLog(tmp_path)
-
-    def refuse(descriptor):
-        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", refuse)
     with pytest.raises(OutputError, match=rf"/{METRICS} {WAY_ON}"):
@@ -64,9 +65,6 @@ def test_libraries_that_name_the_error_of_the_system_in_a_text_are_understood():
 
 
 def test_a_model_that_cannot_be_saved_is_named(tmp_path):
-    def refuse(folder):
-        raise OSError(28, "No space left on device")
-
     (tmp_path / "model").mkdir()
     with pytest.raises(OutputError, match=rf"/model {WAY_ON}"):
         write_model(tmp_path / "model", SimpleNamespace(save=refuse, world=LoneWorld()), None, None)

@@ -45,9 +45,8 @@ def test_steps_that_overflow_fp16_are_told_with_their_loss_scales():
         return SimpleNamespace(applied=applied, loss_scale=scale)
 
     assert overflowed([step(True, 2.0**16), step(False, math.nan)]) is None
-    assert overflowed([step(True, 2.0**16), step(False, 2.0**16)]).startswith(
-        "an optimiser step was skipped, because the gradient is beyond the range of fp16 at a loss scale of 65536; "
-    )
+    told = overflowed([step(True, 2.0**16), step(False, 2.0**16)])
+    assert told.startswith("an optimiser step was skipped, because the gradient is beyond the range of fp16 at a loss")
     told = overflowed([step(False, 2.0**16), step(False, 2.0**15), step(True, 2.0**14)])
     assert told.startswith("2 optimiser steps were skipped, ")
     assert "a loss scale of 65536, 32768; " in told

@@ -211,12 +211,8 @@ def test_a_package_is_looked_for_where_it_is_asked_for_and_a_folder_of_its_name_
 @pytest.fixture
 def real(request, tmp_path, monkeypatch):
     """The real package, kept from the network, with its storage in the test's folder."""
-    for key, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "HF_HUB_OFFLINE": "1",
-    }.items():
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HF_HUB_OFFLINE": "1"}
+    for key, value in (offline | {"TRACKIO_DIR": str(tmp_path / "trackio")}).items():
         monkeypatch.setenv(key, value)
     return pytest.importorskip(request.param, reason=f"{request.param} is not installed: exgrpo[{request.param}]")
 

@@ -130,9 +130,8 @@ def test_every_number_of_a_step_is_documented():
     trainer.step(1)
     names = {re.sub(r"^(reward|bucket|\w+_log_ratio)/.*", r"\1/", name) for name in trainer.step(2).metrics}
     assert names - {"step"} <= documented()
-    assert (
-        set(Utilisation(SMALL, 1.0).metrics(dict.fromkeys((*FORWARD, "update"), ()), {"seconds": 1.0})) <= documented()
-    )
+    idle = dict.fromkeys((*FORWARD, "update"), ())
+    assert set(Utilisation(SMALL, 1.0).metrics(idle, {"seconds": 1.0})) <= documented()
     assert {key for key, _ in COLUMNS.values()} <= documented()
 
 

@@ -11,6 +11,7 @@ import pytest
 from exgrpo.train.common.errors import GraderError, RewardError
 from exgrpo.train.reward.names import is_own
 from exgrpo.train.reward.pool import Grader
+from tests.train.reward.conftest import grade
 
 REWARDS = """
 import os, resource, socket
@@ -75,16 +76,13 @@ def test_memory_is_bounded_in_a_call_and_what_is_kept_of_calls_does_not_pile_up(
     """
     takes, swallows, keeps = (f"{mine}:{name}" for name in ("takes", "swallows", "keeps"))
 
-    def grade(reward, answers):
-        grading = grader.begin()
-        for answer in answers:
-            grading.add(str(answer), "", reward=reward)
-        return grading.finish()
+    def texts(*sizes):
+        return [(str(size), "") for size in sizes]
 
     with Grader(takes, swallows, keeps, workers=1, time_limit=60, memory_gib=0.25) as grader:
-        taken = grade(takes, (1_000_000, 400_000_000, 2_000_000))
-        swallowed = grade(swallows, (*(200_000_000 + i for i in range(4)), 400_000_000))
-        kept = grade(keeps, range(9))
+        taken = grade(grader, takes, texts(1_000_000, 400_000_000, 2_000_000))
+        swallowed = grade(grader, swallows, texts(*(200_000_000 + i for i in range(4)), 400_000_000))
+        kept = grade(grader, keeps, texts(*range(9)))
     assert taken.failures[0].cause == "it needs more memory than the 0.25 GiB of reward.memory_gib"
     assert (taken.reward, taken.timed_out, taken.failed) == ((1.0, 0.0, 1.0), 0, 1)
     assert (swallowed.reward, swallowed.failed) == ((1.0,) * 4 + (0.25,), 0)

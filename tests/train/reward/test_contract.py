@@ -6,6 +6,7 @@ import pytest
 from exgrpo.train.common.errors import DataError, RewardError
 from exgrpo.train.reward.contract import worth
 from exgrpo.train.reward.pool import Grader
+from tests.train.reward.conftest import grade
 
 REWARDS = """
 import asyncio
@@ -84,14 +85,6 @@ def impatient(mine):
         yield grader
 
 
-def grade(grader, mine, name, answers):
-    """What answers (response, gold, columns) are worth."""
-    grading = grader.begin()
-    for response, gold, columns in answers:
-        grading.add(response, gold, "q", f"{mine}:{name}", columns)
-    return grading.finish()
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -107,21 +100,21 @@ def test_a_reward_that_cannot_be_called_is_refused(mine, name, message):
 def test_a_call_has_the_columns_of_its_row(grader, mine):
     easy, hard = ({"question": "x", "difficulty": {"level": level}, "unused": open} for level in ("easy", "hard"))
     grades = grade(
-        grader, mine, "row", [("x", "", easy), ("x", "", hard), ("y", "", hard), ("x", "", hard | {"bonus": 5})]
+        grader, f"{mine}:row", [("x", "", easy), ("x", "", hard), ("y", "", hard), ("x", "", hard | {"bonus": 5})]
     )
     assert grades.reward == (1.0, 2.0, 0.0, 7.0)
     row = {"extra": [1, {"a": None}], "b": 2, "gold": "not by name"}
-    assert grade(grader, mine, "whole_row", [("x", "", row)]).reward == (2.0,)
+    assert grade(grader, f"{mine}:whole_row", [("x", "", row)]).reward == (2.0,)
     with pytest.raises(DataError, match="the row of 'q' has no column 'difficulty', which the reward .*mine.py:row'"):
-        grade(grader, mine, "row", [("x", "", {"question": "x"})])
+        grade(grader, f"{mine}:row", [("x", "", {"question": "x"})])
 
 
 def test_the_reward_is_the_weighted_sum_of_its_parts(grader, mine):
-    grades = grade(grader, mine, "parts", [("abcd", "abcd", None), ("fails", "", None), ("ab", "", None)])
+    grades = grade(grader, f"{mine}:parts", [("abcd", "abcd"), ("fails", ""), ("ab", "")])
     assert [failure.response for failure in grades.failures] == ["fails"]
     assert grades.reward == (1 + 0.25 * 4, 0.0, 0.25 * 2)
     assert grades.parts == ({"right": 1.0, "form": 4.0}, {}, {"right": 0.0, "form": 2.0})
-    assert grade(grader, mine, "plain", [("", "", None)]).parts == ()
+    assert grade(grader, f"{mine}:plain", [("", "")]).parts == ()
 
 
 @pytest.mark.parametrize(
@@ -136,9 +129,9 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(grader, mine):
     ],
 )
 def test_parts_that_are_none(grader, mine, response, message):
-    grade(grader, mine, "parts", [("a", "", None)])
+    grade(grader, f"{mine}:parts", [("a", "")])
     with pytest.raises(RewardError, match=message):
-        grade(grader, mine, "parts", [(response, "", None)])
+        grade(grader, f"{mine}:parts", [(response, "")])
 
 
 @pytest.mark.parametrize(
@@ -153,40 +146,40 @@ def test_weights_that_cannot_be(mine, weights, response, message):
         Grader(f"{mine}:parts", workers=1, time_limit=5, parts=weights) as grader,
         pytest.raises(RewardError, match=message),
     ):
-        grade(grader, mine, "parts", [(response, "", None)])
+        grade(grader, f"{mine}:parts", [(response, "")])
 
 
 def test_a_batched_reward_gets_lists(grader, mine):
     answers = [(str(i), str(i % 2), {"weight": i}) for i in range(4)]
     # Three in the first call, one in the last; only 0 and 1 are right.
-    assert grade(grader, mine, "lists", answers).reward == (3.0, 3.0 + 10, 3.0, 1.0)
+    assert grade(grader, f"{mine}:lists", answers).reward == (3.0, 3.0 + 10, 3.0, 1.0)
     others = [("a", "", {"weight": 0}), ("b", "", {"weight": 0}), ("c", "", {"weight": 0})]
     bad = [*others, ("raise", "", {"weight": 0}), ("d", "", {"weight": 0})]
-    assert (found := grade(grader, mine, "lists", bad)).reward == (3.0, 3.0, 3.0, 0.0, 0.0)
+    assert (found := grade(grader, f"{mine}:lists", bad)).reward == (3.0, 3.0, 3.0, 0.0, 0.0)
     assert (found.failed, found.timed_out) == (2, 0)
     with pytest.raises(RewardError, match="returned 1 rewards for 2 answers for an answer to 'q': a batched reward"):
-        grade(grader, mine, "lists", [*others[:1], ("few", "", {"weight": 0})])
+        grade(grader, f"{mine}:lists", [*others[:1], ("few", "", {"weight": 0})])
 
 
 def test_a_batch_that_hangs_costs_its_own_answers(impatient, mine):
     answers = [(response, "", {"weight": 0}) for response in ("hang", "a", "b", "c")]
-    found = grade(impatient, mine, "lists", answers)
+    found = grade(impatient, f"{mine}:lists", answers)
     assert (found.reward, found.timed_out) == ((0.0, 0.0, 0.0, 1.0), 3)
 
 
 def test_asynchronous_calls_are_in_flight_together(grader, mine):
     """Each of them waits until all four have begun."""
     answers = [(str(i), "4", {"place": 10 * i}) for i in range(4)]
-    assert grade(grader, mine, "together", answers).reward == (0.0, 11.0, 22.0, 33.0)
+    assert grade(grader, f"{mine}:together", answers).reward == (0.0, 11.0, 22.0, 33.0)
 
 
 def test_an_asynchronous_call_that_fails_or_takes_too_long_costs_only_its_answer(impatient, mine):
-    found = grade(impatient, mine, "together", [("hang", "", {}), ("raise", "", {}), ("own", "", {}), ("8", "1", {})])
+    found = grade(impatient, f"{mine}:together", [("hang", "", {}), ("raise", "", {}), ("own", "", {}), ("8", "1", {})])
     assert (found.reward, found.timed_out, found.failed) == ((0.0, 0.0, 0.0, 8.0), 1, 2)
 
 
 def test_what_blocks_the_process_is_killed(impatient, mine):
-    found = grade(impatient, mine, "together", [*(("block", str(i), {}) for i in range(4)), ("2", "1", {})])
+    found = grade(impatient, f"{mine}:together", [*(("block", str(i), {}) for i in range(4)), ("2", "1", {})])
     assert (found.reward, found.timed_out) == ((0.0,) * 4 + (2.0,), 4)
 
 

@@ -1,6 +1,5 @@
 """The forms in which answers are written, beside the functions of the projects whose forms they are."""
 
-import json
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -17,6 +16,7 @@ from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import AUTO, FORMS, math, math_form, math_no_think, math_no_think_form
 from exgrpo.train.reward.pool import Grader
 from tests.train.fakes import LoneWorld
+from tests.train.reward.conftest import grade
 
 MARKS = ("<answer>", "</answer>", "#### ", "Answer: ", "answer:", "\\boxed{", "1,234", "-7", *"{}x. \n")
 TEXTS = st.lists(st.sampled_from(MARKS)).map("".join)
@@ -79,9 +79,9 @@ def test_the_last_box_is_read_as_verl_reads_math_but_for_boxes_that_are_joined(t
 @pytest.mark.parametrize("thinking", ["", "<think>\\boxed{1} <answer>2</answer>\n#### 3\nAnswer: 4</think>\n"])
 def test_a_right_answer_earns_1_in_every_form_and_is_read_in_the_one_that_is_forced(form, thinking):
     response = thinking + RIGHT[form]
-    grade, has_form = (math, math_form) if thinking else (math_no_think, math_no_think_form)
-    assert grade(response, "72") == has_form(response, "72") == 1.0
-    assert grade(response, "71") == 0.0
+    reward, has_form = (math, math_form) if thinking else (math_no_think, math_no_think_form)
+    assert reward(response, "72") == has_form(response, "72") == 1.0
+    assert reward(response, "71") == 0.0
     for name, place in FORMS.items():
         alone = place.alone(response)
         assert (alone is not None and math_no_think(alone, "72") == 1.0) == (name == form), name
@@ -119,9 +119,8 @@ def test_a_forced_form_is_the_only_one_that_counts(tmp_path):
     with Grader.of(["math_no_think", own], config) as grader:
         grades = grader.grade([(response, "72") for response in RIGHT.values()])
         assert grades.reward == (0.0, 1.0, 0.0, 0.0)
-        grading = grader.begin()
-        grading.add(RIGHT["boxed"], RIGHT["boxed"], reward=own)
-        assert grading.finish().reward == (1.0,), "the user's own functions get the whole response"
+        whole = grade(grader, own, [(RIGHT["boxed"], RIGHT["boxed"])])
+        assert whole.reward == (1.0,), "the user's own functions get the whole response"
     answers = [Graded(response, "72", "math_no_think") for response in RIGHT.values()]
     assert tell("form", config, answers, LoneWorld()) == [False, True, False, False]
     with pytest.raises(RewardError, match=r"reward\.form=tags applies .*mine\.py:score' always gets the whole"):
@@ -140,27 +139,6 @@ def test_right_values_in_other_forms_are_counted(tmp_path):
     hashes = RewardConfig(form="hashes", workers=1, time_limit=60)
     assert elsewhere(hashes, [Graded(boxed, "72", "math_no_think")], world) == ("boxed", 1)
     assert elsewhere(config, [], world) == ("", 0)
-
-
-def test_the_reward_of_reasoning_gym_reads_tags_first():
-    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
-    from exgrpo.train.data.files import read_rows
-    from exgrpo.train.data.gym import REWARD
-
-    with Grader(REWARD, workers=1, time_limit=60) as grader:
-        for name in ("spell_backward", "word_ladder"):
-            (row,) = read_rows(f"reasoning_gym:{name}", split="train", limit=1, seed=0)
-            answer = json.loads(row.gold)["answer"]
-            responses = {
-                f"<think>hm</think>\n<answer>{answer}</answer>": True,
-                f"<answer>no</answer> \\boxed{{no}} <answer>\n{answer}\n</answer> \\boxed{{no}}": True,
-                f"<answer>{answer}</answer><answer>no</answer>": False,
-                f"<answer>{answer}</answer></think>": False,
-            }
-            grades = grader.grade([(response, row.gold) for response in responses])
-            assert [reward == 1.0 for reward in grades.reward] == list(responses.values()), name
-        stated = Graded(f"Answer: {answer}", row.gold, REWARD)
-        assert elsewhere(RewardConfig(workers=1, time_limit=60), [stated], LoneWorld()) == ("line", 1)
 
 
 def test_the_prompt_of_reasoning_gym_is_its_own():

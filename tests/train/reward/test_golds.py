@@ -1,16 +1,14 @@
 """Gold answers that no response can earn."""
 
 import json
-from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.selection import unearnable
 from exgrpo.train.reward.pool import Grader
+from tests.train.reward.test_grading import SHARED_DATA, published
 
-SHARED_DATA = Path(__file__).parents[4] / "shared" / "data"
 SOUND = ["72", "-3.5", "1,000", "3/4", "\\frac{3}{4}", "$69$, $84$", "[0, 1)", "50\\%", "(C)", "x^2 + 1", "\\boxed{5}"]
 WORDLESS = ["proof", "Proof", "notfound", "NaN", "nan", "None", "N/A", ""]
 
@@ -48,12 +46,11 @@ def test_what_is_left_can_be_earned(form):
 def test_published_gold_answers_can_be_earned_but_for_four_that_cannot_be_read():
     rows = [json.loads(line) for line in (SHARED_DATA / "gsm8k_train.jsonl").open()]
     of_gsm8k = [row["answer"].rpartition("####")[2].strip() for row in rows]
-    table = pq.read_table(SHARED_DATA / "math_benchmarks.parquet", columns=["reward_model"])
-    of_benchmarks = [model["ground_truth"] for model in table["reward_model"].to_pylist()]
     unread = {
         "np.arcsin(10/13)",
         r"\frac{dM}{dt}=\frac{10^{5} L_{\odot}}{0.007 c^{2} M_{\odot}^{6}} M^{6}",
         "$t(0,4]$",
         r"$m_{\max }=n^{2}-n-1$",
     }
-    assert unearnable([*of_gsm8k, *of_benchmarks], RewardConfig()) == unread  # only their own text would be right
+    found = unearnable([*of_gsm8k, *published("math_benchmarks")], RewardConfig())
+    assert found == unread  # only their own text would be right

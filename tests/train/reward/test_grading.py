@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -67,15 +68,18 @@ def test_integers_are_graded_as_math_verify_grades_them(gold, difference):
     assert grading.math_no_think(f"\\boxed{{{answer}}}", str(gold)) == float(expected)
 
 
-@pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
-def test_real_gold_answers_equal_themselves_also_when_parsed(name):
+def published(name):
+    """The gold answers of a data set."""
     path = SHARED_DATA / f"{name}.parquet"
     if not path.exists():
         pytest.skip(f"{path} is not there")
-    import pyarrow.parquet
-
     column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
-    golds = sorted({row["ground_truth"] for row in column})
+    return sorted({row["ground_truth"] for row in column})
+
+
+@pytest.mark.parametrize("name", ["math_benchmarks", "arc_challenge"])
+def test_real_gold_answers_equal_themselves_also_when_parsed(name):
+    golds = published(name)
     assert all(grading.math(f"</think>\\boxed{{{gold}}}", gold) == 1.0 for gold in golds)
     # Without its dollar signs and with a full stop it is another text, so this goes through the parser.
     sample = golds[::4]
@@ -88,13 +92,7 @@ def _restyled(gold):
 
 
 def test_a_gold_answer_is_right_when_it_is_stated_without_a_box():
-    path = SHARED_DATA / "math_benchmarks.parquet"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    import pyarrow.parquet
-
-    column = pyarrow.parquet.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()
-    golds = sorted({row["ground_truth"] for row in column})
+    golds = published("math_benchmarks")
     refused = [gold for gold in golds if grading.math_no_think(f"The answer is {gold}", gold) != 1.0]
     # A sentence of its own, which is read up to the first comma.
     assert [gold for gold in refused if "where" not in gold] == []

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from exgrpo.train.reward.pool import Grader
+from tests.train.reward.conftest import grade
 
 JUDGE = Path(__file__).parents[3] / "examples" / "judge.py"
 
@@ -60,10 +61,8 @@ def judge(tmp_path):
 def test_the_judge_grades_and_what_goes_wrong_is_counted(judge):
     answers = ["10", "7.5", "<think>10</think> 0 ", "busy", "refused", "page", "11", "nothing"]
     with Grader(judge, workers=1, time_limit=120, concurrency=len(answers)) as grader:
-        grading = grader.begin()
-        for answer in answers:
-            grading.add(answer, "gold", "what?", None, {"question": "what?", "rubric": "be strict", "level": 3})
-        grades = grading.finish()
+        columns = {"question": "what?", "rubric": "be strict", "level": 3}
+        grades = grade(grader, judge, [(answer, "gold", columns) for answer in answers])
     assert grades.reward == (1.0, 0.75, 0.0, 0.4, 0.0, 0.0, 0.0, 0.0)
     assert (grades.timed_out, grades.failed) == (0, 4)
     assert sum(failure.count for failure in grades.failures) == 4
@@ -76,8 +75,6 @@ def test_the_judge_grades_and_what_goes_wrong_is_counted(judge):
 
 def test_a_judge_that_does_not_answer_in_time_is_counted(judge):
     with Grader(judge, workers=1, time_limit=1, concurrency=2) as grader:
-        grading = grader.begin()
-        for response in ("slow", "<think></think>slow"):
-            grading.add(response, "gold", columns={"question": "what?"})
-        grades = grading.finish()
+        answers = [(response, "gold", {"question": "what?"}) for response in ("slow", "<think></think>slow")]
+        grades = grade(grader, judge, answers)
     assert (grades.reward, grades.timed_out, grades.failed) == ((0.0, 0.0), 2, 0)

@@ -12,6 +12,7 @@ from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
 from tests.train.fakes import LoneWorld
+from tests.train.reward.conftest import grade
 
 REWARDS = """
 def total(response, gold):
@@ -57,53 +58,47 @@ def grader(mine):
         yield grader
 
 
-def grade(grader, *answers):
-    """The grades of answers (response, gold, reward)."""
-    grading = grader.begin()
-    for response, gold, reward in answers:
-        grading.add(response, gold, reward=reward)
-    return grading.finish()
-
-
 def test_each_answer_is_graded_by_the_reward_that_is_named(grader, mine):
     total, thought = f"{mine}:total", "<think>1+3</think>4"
     answers = [("1+3", "4", total), ("1+3", "5", total), ("1+3", "4", "math"), (thought, "4", "math")]
     answers += [("1+3", "4", f"{mine}:anything"), (thought, "4", None)]
-    assert grade(grader, *answers).reward == (1.0, 0.0, 0.0, 1.0, 0.25, 1.0)
+    grading = grader.begin()
+    for response, gold, reward in answers:
+        grading.add(response, gold, reward=reward)
+    assert grading.finish().reward == (1.0, 0.0, 0.0, 1.0, 0.25, 1.0)
 
 
 def test_a_message_names_the_reward_at_fault(grader, mine):
-    grades = grade(grader, ("fails", "1", f"{mine}:total"))
+    grades = grade(grader, f"{mine}:total", [("fails", "1")])
     assert grades.key == (0,)
     assert "mine.py:total' failed on an answer" in str(grades.failures[0])
-    grading = grader.begin()
-    grading.add("1", "1", "one?", f"{mine}:misused")
-    message = r"mine.py:misused' returned the key 3 \(int\) for an answer to 'one\?': a key is a text"
+    message = r"mine.py:misused' returned the key 3 \(int\) for an answer to 'q': a key is a text"
     with pytest.raises(RewardError, match=message):
-        grading.finish()
+        grade(grader, f"{mine}:misused", [("1", "1")])
 
 
 def test_answers_that_differ_in_form_only_have_one_key(grader, mine):
     pairs = [("1+3", "4"), ("3 + 1", "4"), ("2+2", "4"), ("1+3", "9"), ("1+2", "3")]
-    keys = grade(grader, *((*pair, f"{mine}:total") for pair in pairs)).key
+    keys = grade(grader, f"{mine}:total", pairs).key
     assert keys == (hashed("1+3"), hashed("1+3"), hashed("2+2"), hashed("1+3"), 0)
 
 
 def test_without_a_key_function_the_key_is_of_the_part_that_decides(grader, mine):
     answers = ["<think>a</think>so \\boxed{4}", "<think>b</think>it is \\boxed{4}.", "\\boxed{4}", "</think>\\boxed{5}"]
-    first, second, none, other = grade(grader, *((answer, "4", "math") for answer in answers)).key
+    first, second, none, other = grade(grader, "math", [(answer, "4") for answer in answers]).key
     assert first == second != other
     assert none == 0 not in (first, other)
-    keys = grade(grader, *((response, "", f"{mine}:anything") for response in (" a\n", "a", "b", " \n"))).key
+    keys = grade(grader, f"{mine}:anything", [(response, "") for response in (" a\n", "a", "b", " \n")]).key
     assert keys == (hashed("a"), hashed("a"), hashed("b"), 0)
 
 
 def test_what_takes_too_long_or_fails_has_no_key(mine):
     with Grader(f"{mine}:lasting", f"{mine}:failing", workers=1, time_limit=0.5) as grader:
-        grades = grade(grader, ("a", "a", None), ("a", "a", f"{mine}:failing"))
-    assert (grades.reward, grades.key, grades.timed_out, grades.failed) == ((0.0, 0.0), (0, 0), 1, 1)
-    assert "took longer than reward.time_limit (0.5 s)" in grades.failures[0].cause
-    assert "no key" in grades.failures[1].cause
+        late, failed = (grade(grader, f"{mine}:{name}", [("a", "a")]) for name in ("lasting", "failing"))
+    assert (late.reward, late.key, late.timed_out, late.failed) == ((0.0,), (0,), 1, 0)
+    assert (failed.reward, failed.key, failed.timed_out, failed.failed) == ((0.0,), (0,), 0, 1)
+    assert "took longer than reward.time_limit (0.5 s)" in late.failures[0].cause
+    assert "no key" in failed.failures[0].cause
 
 
 @given(st.text(min_size=1))

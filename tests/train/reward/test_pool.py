@@ -10,6 +10,7 @@ from exgrpo.train.common.errors import RewardError
 from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import beside, resolve_reward
 from exgrpo.train.reward.pool import Grader
+from tests.train.reward.conftest import grade
 
 REWARDS = r"""
 import ctypes, os, re, sys, time
@@ -89,20 +90,6 @@ def grader(mine):
     names = [f"{mine}:{name}" for name in ("odd", "same", "slow_twice", "imports_torch")]
     with Grader(*names, workers=1, time_limit=30) as grader:
         yield grader
-
-
-def grade(grader, name, answers):
-    """The grades of (response, gold) pairs by one of the grader's rewards."""
-    begun = grader.begin()
-    for response, gold in answers:
-        begun.add(response, gold, reward=name)
-    return begun.finish()
-
-
-def test_names_and_paths_resolve(mine):
-    assert resolve_reward("math") is grading.math
-    assert resolve_reward("exgrpo.train.reward.grading:math_no_think") is grading.math_no_think
-    assert resolve_reward(f"{mine}:same")("a", "a")
 
 
 @pytest.mark.parametrize(
