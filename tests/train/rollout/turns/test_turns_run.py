@@ -61,14 +61,14 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
     """Every reply is the value of the equation before it, and nothing else is one."""
     (newest, *_), _ = survey(runs[0])
     experience = RunExperience(runs[0], newest)
-    stored = list(experience.answers)
+    stored, masks = experience.answers, []
     decode, replies = pretrained().tokenizer.decode, 0
-    for one in stored:
-        if one.response_mask is None:
-            continue
-        assert (one.log_prob[~one.response_mask] == 0).all()
-        starts = np.flatnonzero(np.diff(one.response_mask)) + 1
-        turns = [decode(part) for part in np.split(one.response, starts)]
+    for at in map(stored.at, range(len(stored))):
+        mask = stored.response_mask[at]
+        masks.append(None if mask.all() else mask.tolist())
+        assert (stored.old_log_prob[at][~mask] == 0).all()
+        starts = np.flatnonzero(np.diff(mask)) + 1
+        turns = [decode(part) for part in np.split(stored.token[at], starts)]
         for before, told in zip(turns[::2], turns[1::2], strict=False):
             expression = (
                 before.removesuffix(" = ").replace(":", ",").replace(">", ",").replace(";", ",").rpartition(",")[2]
@@ -78,5 +78,4 @@ def test_what_is_stored_and_exported_says_who_wrote_it(runs, tmp_path):
             replies += 1
     assert replies
     export(runs[0], tmp_path / "set")
-    masks = pq.read_table(tmp_path / "set" / "data").column("response_mask").to_pylist()
-    assert masks == [None if one.response_mask is None else one.response_mask.tolist() for one in stored]
+    assert pq.read_table(tmp_path / "set" / "data").column("response_mask").to_pylist() == masks
