@@ -58,7 +58,7 @@ def options(request: pytest.FixtureRequest) -> Namespace:
 def timed(benchmark: Any) -> None:
     """Skip benchmarks that would not be timed."""
     if benchmark.disabled:
-        pytest.skip("there are only timings here: without --benchmark-disable and pytest-xdist")
+        pytest.skip("timings alone are measured here: run it without --benchmark-disable and without pytest-xdist")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ class Policy:
                 "or lora.quantised none"
             )
         self.compiled, self.plain_layers = False, ""
-        """Whether the layers of passes are compiled (rollouts have plain ones), and why not, where they might be."""
+        """True if the layers of passes are compiled (rollouts have plain ones); and why a trial refused that."""
         experts = any(getattr(source.config.get_text_config(), name, None) for name in EXPERTS)
         plain_alone = not whole or experts or config.lora.quantised != "none"
         if plain_alone and config.policy.compile == "inductor":
@@ -161,10 +162,11 @@ class Policy:
         rows = _random_rows(self.model, [(length, length)] * count)
         layers, calls = layers_of(self.model), []
         try:
-            if layers:
-                keep = layers[0].register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+            with ExitStack() as hooks:
+                for layer in layers[:1]:
+                    hook = layer.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+                    hooks.callback(hook.remove)
                 plain = self.score(rows, 1.0).log_prob
-                keep.remove()
             compile_layers(self.model)
             gap = np.abs(self.score(rows, 1.0).log_prob - plain).mean()
             self.engine.module.train()  # not the engine: what a head adds by itself would stay for the first step
@@ -172,7 +174,7 @@ class Policy:
             parts = (*layers_of(self.model), self.model)  # adapters may be in the head alone
             weights = next(filter(None, (list(trained(part).values()) for part in parts)))
             torch.autograd.grad(total, weights)
-            problem = differing_layer(layers[0], *calls[0])
+            problem = differing_layer(layers[0], *calls[0]) if calls else ""
             if not gap < LOG_PROB_GAP[self.model.dtype]:
                 problem = f"log-probs differ from those of plain layers by {gap:.1e}"
         except Exception as error:  # of whatever kind: of a compiler, or of what it has made

@@ -23,7 +23,7 @@ FEWEST = 1024
 PIECE = 1 << 12
 """Rows that are moved at once."""
 PREFIX, SIZES = "answer.", ".sizes"
-"""Of the names of stored columns among the arrays of a checkpoint, and of the sizes of sets."""
+"""Beginning of the names of stored columns among the arrays of a checkpoint; end of those of the sizes of sets."""
 
 
 class Table:

@@ -25,7 +25,7 @@ from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Sampling, generate, is_whole
 
 PREFIX = "underway."
-"""Of the names of arrays in checkpoints."""
+"""Beginning of the names of arrays in checkpoints."""
 NONE = np.empty(0, np.int64)
 EMPTY = Rollout(np.empty(0, np.int32), False, np.empty(0, np.float32))
 

@@ -166,7 +166,7 @@ def _listed(counts: Counter[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """What a trace is to this run; values are those of columns, where they are known."""
+    """A trace as an answer to a question of this run; a column whose value is not known is missing."""
 
     question: Question
     rollout: Rollout

@@ -188,6 +188,30 @@ def test_tokens_order_and_staleness_are_those_of_a_model_of_the_queue(ranks, old
             np.testing.assert_array_equal(answer.log_prob[at], fake_score(answer.response[at], int(step)).log_prob)
 
 
+def test_an_answer_that_is_too_old_begins_anew_with_other_numbers():
+    engine = LockstepEngine()
+    engine.lengths.next = lambda question: 30 if question == 0 else 3
+    worker = RolloutWorker(engine, ScriptedGrader(), str, LoneWorld())
+    options = RolloutConfig(behaviour="engine", partial=True, oversample=2, max_staleness=1)
+    partial = PartialRollouts(options, worker, question_set(9).questions.__getitem__, Sampling(LONGEST, log_prob=True))
+
+    def advance(step, *questions):
+        partial.advance(
+            [PlannedGroup(questions[0], 1)], lambda *_: [PlannedGroup(q, 1) for q in questions[1:]], step, 5
+        )
+        (long,) = (one for one in partial.underway if one.group.question == 0)
+        return long.answers[0].response.tolist(), long.steps[0].tolist()
+
+    first, _ = advance(1, 0, 1)
+    second, steps = advance(2, 2)
+    assert steps == [1, 1, 1, 2, 2, 2]
+    assert second[:3] == first
+    anew, steps = advance(3, 3)
+    assert steps == [3, 3, 3]
+    assert anew[0] == first[0]  # the same length
+    assert anew[1:] != first[1:]
+
+
 def test_the_error_of_one_engine_is_raised_on_all_ranks():
     def run(world):
         engine = LockstepEngine()
@@ -276,10 +300,10 @@ def test_a_step_that_needs_all_groups_is_an_ordinary_step():
         same(one, other)
 
 
-@pytest.mark.parametrize("allowed", [False, True])
-def test_each_token_keeps_the_log_prob_of_its_writer_and_is_scored_by_the_present_policy(allowed):
+@pytest.mark.parametrize(("allowed", "same_arithmetic"), [(False, True), (True, True), (False, False)])
+def test_each_token_keeps_the_log_prob_of_its_writer_and_is_scored_by_the_present_policy(allowed, same_arithmetic):
     this, versions, stale = trainer(allowed, partial=True), {}, 0
-    this.scorer.same_arithmetic = True
+    this.scorer.same_arithmetic = same_arithmetic
     for step in range(1, 9):
         versions[step] = this.rollout_worker.engine.version = this.policy.version
         result = this.step(step)
