@@ -86,7 +86,9 @@ def test_bash_completes_programs_and_their_options(monkeypatch, capsys):
         return subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True).stdout
 
     assert completed("exgrpo", "ev").split() == ["evaluate"]
-    assert completed("exgrpo", "train", "--experience.r").split() == ["--experience.ratio", "--experience.replayed"]
+    assert completed("exgrpo", "train", "--experience.r").split() == [
+        f"--experience.{name}" for name in ("ratio", "repeat", "replayed")
+    ]
     assert completed("exgrpo", "train", "--rest").split() == ["--restarts"]
     assert completed("exgrpo", "report", "--ou").split() == ["--output"]
     assert completed("exgrpo", "completion", "z").split() == ["zsh"]

@@ -75,6 +75,7 @@ class ExGRPOConfig(GRPOConfig):
     scale_rewards: str = field(default="none", metadata={"help": "none, group or batch."})
     entropy_coef: float = field(default=0.001, metadata={"help": "Weight of the mean token entropy bonus."})
     ratio: float = _experience("ratio")
+    repeat: float = _experience("repeat")
     start_pass_rate: float = _experience("start_pass_rate")
     admit: str = _experience("admit")
     prioritise: str = _experience("prioritise")

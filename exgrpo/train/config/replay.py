@@ -34,6 +34,12 @@ class ExperienceConfig(Section):
     ratio: float = Field(
         0.5, ge=0, le=1, description="rho: replayed share of a batch (see compose); 0: on-policy GRPO."
     )
+    repeat: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Share of a step's fresh questions that are asked again, by prioritise, with band and cooldown.",
+    )
     start_pass_rate: float = Field(
         0.35,
         ge=0,
@@ -83,9 +89,9 @@ class ExperienceConfig(Section):
     )
     band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
         (0.25, 0.75),
-        description="again, returning: range of pass rates of prompts to repeat; admit in_band: of groups to store.",
+        description="repeat: range of pass rates of questions to ask again; admit in_band: of groups to store.",
     )
-    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="again, returning: steps until a prompt may return.")
+    cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="repeat: steps until a question may be asked again.")
     lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between a group's generation and its update.")
     hard: float = Field(0.125, ge=0, le=1, description="bapo: largest pass rate of a hard prompt.")
     max_per_question: int | None = Field(

@@ -61,5 +61,5 @@ def all(batch: StepBatch, options: MethodOptions) -> Mask:
 
 @needs(distinct="response")  # of what a run starts with
 def nothing(batch: StepBatch, options: MethodOptions) -> Mask:
-    """No answer: only prompts, or traces given at the start, are replayed."""
+    """No answer: only traces given at the start are replayed."""
     return np.zeros(len(batch), bool)

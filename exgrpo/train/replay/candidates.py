@@ -33,7 +33,7 @@ class Candidates:
     """N candidates as columns [N].
 
     Stored trajectories have all columns. Questions with stored trajectories have those of their newest one. Prompts
-    have only `question`, `count`, `step` and `replays`.
+    have only `question`, `count`, `step`, `replays` and, as `reward`, their latest pass rate.
 
     Args:
         now: the step to plan.

@@ -9,8 +9,7 @@ import dataclasses
 import numpy as np
 
 from exgrpo.train.common.functions import needs
-from exgrpo.train.common.step_batch import Ints, StepBatch
-from exgrpo.train.common.success import EPSILON
+from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.planner import BatchPlanner, draw_groups, groups_at, with_stored
 
@@ -95,57 +94,14 @@ def _settle_buffer(batch: StepBatch, planner: BatchPlanner) -> list[int | Planne
     return [*planner.alone(planner.draw("stored", planner.batch * planner.samples))]
 
 
-def _asked(planner: BatchPlanner) -> int:
-    # So on average an answer is trained on 1 / (1 - rho) times.
-    return max(1, planner.batch - planner.share(planner.batch))
-
-
 @needs(settle=_settle_buffer, alone=True, fills=True)
 def buffer(planner: BatchPlanner) -> list[PlannedGroup]:
     """B - floor(rho B) groups of K fresh answers, which enter the buffer; the whole batch is drawn from that.
 
     Arnal et al., arXiv 2604.08706.
     """
-    return planner.fresh(_asked(planner))
-
-
-def _come_back(planner: BatchPlanner, most: int) -> Ints:
-    """Draw at most so many questions that come back.
-
-    A prompt may come back if its latest pass rate lies in `band`, at least `cooldown` steps after it was asked, and at
-    most `max_uses` times.
-    """
-    options, candidates = planner.options.experience, planner.candidates("prompts")
-    low, high = options.band
-    rate = candidates.count / planner.samples
-    may = (rate >= low - EPSILON) & (rate <= high + EPSILON) & (candidates.age >= options.cooldown)
-    if options.max_uses is not None:
-        may &= candidates.replays < options.max_uses
-    places = np.flatnonzero(may)
-    return planner.draw_from(candidates.take(places), most, candidates.question[places])
-
-
-def _with_returning(planner: BatchPlanner, asked: int, most: int) -> list[PlannedGroup]:
-    """Plan groups of K fresh answers to `asked` questions, of which at most `most` come back; these are the last."""
-    drawn = _come_back(planner, most)
-    back = [PlannedGroup(question, planner.samples) for question in drawn.tolist()]
-    return [*planner.fresh(asked - len(back), without=drawn), *back]
-
-
-@needs(keeps_groups=True)
-def again(planner: BatchPlanner) -> list[PlannedGroup]:
-    """B groups of K fresh answers; at most floor(rho B) of the prompts come back (prompt replay, arXiv 2603.21177)."""
-    return _with_returning(planner, planner.batch, planner.share(planner.batch))
-
-
-@needs(settle=_settle_buffer, alone=True, fills=True)
-def returning(planner: BatchPlanner) -> list[PlannedGroup]:
-    """B - floor(rho B) groups of K fresh answers; at most half of their prompts come back.
-
-    B K stored answers are trained on, as in `buffer`. Own work: the buffer of Arnal et al. with prompt replay.
-    """
-    count = _asked(planner)
-    return _with_returning(planner, count, count // 2 if planner.ratio else 0)
+    # So on average an answer is trained on 1 / (1 - rho) times.
+    return planner.fresh(max(1, planner.batch - planner.share(planner.batch)))
 
 
 def _settle_stale(batch: StepBatch, planner: BatchPlanner) -> list[int | PlannedGroup]:

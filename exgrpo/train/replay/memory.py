@@ -112,6 +112,7 @@ class ExperienceMemory:
             question=questions,
             count=self.shown[questions],
             step=self.asked[questions],
+            reward=self.shown[questions] / self.samples,
             replays=self.times[questions] - 1,
         )
 

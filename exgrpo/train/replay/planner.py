@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Ints
+from exgrpo.train.common.success import EPSILON
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Candidates, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup
@@ -102,6 +103,11 @@ class FreshQuestions:
                 return question
 
 
+def _share(part: float, of: int) -> int:
+    # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
+    return math.floor(part * of + 1e-9)
+
+
 @dataclass(frozen=True, eq=False)
 class BatchPlanner:
     """Everything `compose` may draw on to plan a step.
@@ -110,6 +116,7 @@ class BatchPlanner:
         step: the step to plan.
         batch: B, questions of a step.
         ratio: rho; 0 before replay has begun.
+        repeat: share of the fresh groups whose question comes back; 0 before replay has begun.
         options: of the method, and K.
         memory: the experience.
         pool: the fresh questions.
@@ -120,6 +127,7 @@ class BatchPlanner:
     step: int
     batch: int
     ratio: float
+    repeat: float
     options: MethodOptions
     memory: ExperienceMemory
     pool: FreshQuestions
@@ -133,8 +141,7 @@ class BatchPlanner:
 
     def share(self, of: int) -> int:
         """floor(rho of)."""
-        # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a question.
-        return math.floor(self.ratio * of + 1e-9)
+        return _share(self.ratio, of)
 
     def candidates(self, kind: CandidateKind) -> Candidates:
         """Return questions with stored answers, prompts that were asked, or all stored answers."""
@@ -162,10 +169,30 @@ class BatchPlanner:
         return self.candidates("stored").take(places), table.rows()[places]
 
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
-        """Plan groups of K answers to at most `wanted` fresh questions that are not retired and not in `without`."""
+        """Plan groups of K answers to at most `wanted` questions that are not retired and not in `without`.
+
+        At most floor(repeat wanted) of them come back, and are the last.
+        """
         excluded = self.memory.retired.copy()
         excluded[np.asarray(without, np.int64)] = True
-        return [PlannedGroup(question, self.samples) for question in self.pool.draw(wanted, excluded).tolist()]
+        back = self._returning(_share(self.repeat, wanted), excluded)
+        excluded[back] = True
+        questions = [*self.pool.draw(wanted - len(back), excluded).tolist(), *back.tolist()]
+        return [PlannedGroup(question, self.samples) for question in questions]
+
+    def _returning(self, most: int, excluded: npt.NDArray[np.bool_]) -> Ints:
+        """Draw questions whose latest pass rate lies in `band`, `cooldown` steps after they were asked or later."""
+        if most == 0:
+            return np.empty(0, np.int64)
+        options, candidates = self.options.experience, self.candidates("prompts")
+        low, high = options.band
+        rate = candidates.count / self.samples
+        may = (rate >= low - EPSILON) & (rate <= high + EPSILON) & (candidates.age >= options.cooldown)
+        may &= ~excluded[candidates.question]
+        if options.max_uses is not None:
+            may &= candidates.replays < options.max_uses
+        places = np.flatnonzero(may)
+        return self.draw_from(candidates.take(places), most, candidates.question[places])
 
     def alone(self, rows: Ints) -> list[PlannedGroup]:
         """Plan a group for each of the stored answers."""

@@ -29,7 +29,8 @@ def rehearse(method: MethodOptions) -> None:
     made_up, experience = _MadeUp(method.success), method.experience
     # With all that a run has to wait for, and shares of so small a batch, nothing would be replayed in a few steps.
     soon = {"start_pass_rate": 0.0, "cooldown": 1, "lag": 1, "hard": 1.0, "band": (0.0, 1.0), "folder": None}
-    options = experience.model_copy(update={**soon, "ratio": experience.ratio and max(experience.ratio, 0.5)})
+    shares = {name: max(share, 0.5) for name in ("ratio", "repeat") if (share := getattr(experience, name))}
+    options = experience.model_copy(update={**soon, **shares})
     method = replace(method, experience=options)
     replay = Replay(method, QUESTIONS, seed=0)
     importance_weighting = ImportanceWeighting(method, made_up.log_probs, one_update=False)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -116,8 +116,9 @@ class Replay:
         return (self.active and self.memory.admits_by_scores) or self._settles_by_scores
 
     def _planner(self, batch: int, step: int) -> BatchPlanner:
-        ratio = self.config.ratio if self.active and step > self._opened else 0.0
-        return BatchPlanner(step, batch, ratio, self.options, self.memory, self.pool, self._prioritise, self.rng)
+        begun = self.open and step > self._opened
+        shares = (self.config.ratio, self.config.repeat) if begun else (0.0, 0.0)
+        return BatchPlanner(step, batch, *shares, self.options, self.memory, self.pool, self._prioritise, self.rng)
 
     def plan(self, batch: int, step: int) -> list[PlannedGroup]:
         """Plan the groups of a step: of `batch` questions, or fewer where too few are left unretired."""
@@ -125,7 +126,7 @@ class Replay:
 
     def more(self, wanted: int, step: int, without: Sequence[int]) -> list[PlannedGroup]:
         """Return groups of fresh answers to at most `wanted` further questions, which are not `without`."""
-        return self._planner(wanted, step).fresh(wanted, without)
+        return replace(self._planner(wanted, step), repeat=0.0).fresh(wanted, without)
 
     def refill(self, batch: StepBatch, size: int, step: int, multiple: int = 1) -> list[PlannedGroup]:
         """Return groups of further questions, one for each of B groups that lacks a gradient; empty: no more is asked.

@@ -15,8 +15,7 @@ from tests.train.batches import Row, make_batch, stored_rows
 from tests.train.trainers import half, make
 
 K = 4
-COMPOSES = ("again", "appended", "bapo", "beside", "buffer", "in_place", "mixed", "returning")
-BUFFERED = ("buffer", "returning")
+COMPOSES = ("appended", "bapo", "beside", "buffer", "in_place", "mixed")
 
 
 def rewards(right: int) -> list[float]:
@@ -82,7 +81,7 @@ def test_a_plan_asks_no_question_twice_and_no_retired_one(compose, batch, seen, 
     assert not replay.memory.retired[chosen].any()
     left = questions - int(replay.memory.retired.sum())
     share = int(ratio * batch + 1e-9)
-    most = max(1, batch - share) if compose in BUFFERED else batch
+    most = max(1, batch - share) if compose == "buffer" else batch
     assert len(chosen) == min(left, most)  # bapo finds no hard prompts here
     for group in groups:
         assert group.fresh >= 1
@@ -108,7 +107,7 @@ def test_before_replay_begins_a_batch_is_fresh_and_that_of_the_step_that_opens_i
 def test_with_nothing_stored_and_nothing_won_there_is_a_batch_all_the_same(compose):
     replay = replaying(compose, 8, admit="successes")
     fresh, alone = settled(replay, {group.question: 0 for group in replay.plan(4, 1)}, 4, 1)
-    assert bool(fresh) == (compose not in BUFFERED), "these train on stored answers alone"
+    assert bool(fresh) == (compose != "buffer"), "these train on stored answers alone"
     assert alone == []
 
 
@@ -240,8 +239,8 @@ def test_of_a_group_that_has_partly_left_the_rest_is_replayed():
 @pytest.mark.parametrize("max_uses", [None, 1])
 def test_prompts_come_back_from_the_band_after_their_cooldown(band, cooldown, max_uses):
     first, second = {question: question for question in range(5)}, {question: question - 5 for question in range(5, 10)}
-    options = {"band": band, "cooldown": cooldown, "max_uses": max_uses, "admit": "nothing", "prioritise": "middle"}
-    replay = replaying("again", 40, first, second, {2: 2}, ratio=1.0, **options)
+    options = {"band": band, "cooldown": cooldown, "max_uses": max_uses, "repeat": 1.0, "prioritise": "middle"}
+    replay = replaying("mixed", 40, first, second, {2: 2}, ratio=0.0, **options)
     asked = {**dict.fromkeys(range(5), 1), **dict.fromkeys(range(5, 10), 2), 2: 3}
     rates = {question: question % 5 / K for question in range(10)}
     may = {
@@ -263,21 +262,23 @@ def test_prompts_come_back_from_the_band_after_their_cooldown(band, cooldown, ma
 def test_half_of_what_fills_the_buffer_comes_back_the_least_asked_first(band):
     first, second = {question: question % 5 for question in range(20)}, dict.fromkeys(range(5), 1)
     options = {"band": band, "cooldown": 1, "prioritise": "least_used", "advantage": "stored", "max_uses": 2}
-    replay = replaying("returning", 60, first, second, ratio=0.5, **options)
+    replay = replaying("buffer", 60, first, second, repeat=0.5, **options)
     rates = {question: question % 5 / K for question in range(20)} | dict.fromkeys(range(5), 1 / K)
     may = {question for question, rate in rates.items() if band[0] <= rate <= band[1]}
     asked = [group.question for group in replay.plan(12, 3)]
     assert len(asked) == 6
     assert set(asked[3:]) <= may - set(range(5)), "what was asked once comes before what was asked twice"
-    plans = [replaying(one, 60, first, first, first, **options).plan(12, 4) for one in BUFFERED]
+    plans = [replaying("buffer", 60, first, first, first, repeat=share, **options).plan(12, 4) for share in (0.5, 0)]
     assert plans[0] == plans[1], "twice is enough"
 
 
-def test_at_most_the_ratio_of_a_batch_comes_back():
-    replay = replaying("again", 40, dict.fromkeys(range(20), 2), cooldown=1, ratio=0.3)
-    groups = replay.plan(10, 2)
-    assert len(groups) == 10
-    assert all(group.question < 20 for group in groups[7:])
+@pytest.mark.parametrize("compose", COMPOSES)
+def test_with_each_composition_the_share_of_fresh_questions_comes_back_but_not_as_refills(compose):
+    replay = replaying(compose, 400, dict.fromkeys(range(20), 2), cooldown=1, ratio=0.0, repeat=0.3)
+    questions = [group.question for group in replay.plan(10, 3)]
+    assert len(set(questions)) == 10
+    assert [question < 20 for question in questions[7:]] == [True] * 3
+    assert sum(group.question < 20 for group in replay.more(20, 3, questions)) < 6, "by chance: 1 of 20"
 
 
 @pytest.mark.parametrize("step", [2, 3])

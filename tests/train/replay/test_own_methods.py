@@ -246,8 +246,8 @@ def test_a_function_that_takes_other_arguments_is_refused(own, kind):
         startup_checks.check_method(configured(places(own)))
 
 
-@pytest.mark.parametrize("compose", ["again", "bapo", "returning"])
-def test_functions_that_do_not_go_together_are_told_before_the_run_however_little_is_replayed(compose):
-    values = {"compose": compose, "prioritise": "freshness", "advantage": "stored", "ratio": 0.01, "band": (0.99, 1.0)}
-    with pytest.raises(ConfigError, match="prioritise looks at 'reward', which is not known of what is drawn here"):
+@pytest.mark.parametrize("shares", [{"compose": "bapo", "ratio": 0.01}, {"compose": "buffer", "repeat": 0.01}])
+def test_functions_that_do_not_go_together_are_told_before_the_run_however_little_is_replayed(shares):
+    values = {"prioritise": "advantage", "advantage": "stored", "band": (0.99, 1.0), **shares}
+    with pytest.raises(ConfigError, match="prioritise looks at 'advantage', which is not known of what is drawn here"):
         startup_checks.check_method(configured({"experience": values}))
