@@ -108,7 +108,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "freshness, beside": {**ALL, "prioritise": "freshness", "compose": "beside", "advantage": "stored"},
     "random, buffer": {**ALL, "prioritise": "random", "compose": "buffer", "advantage": "stored", "capacity": SIZE},
     "newest, in place": {**ALL, "prioritise": "newest", "compose": "in_place", "admit": "with_advantage"},
-    "middle, again": {**ALL, "prioritise": "middle", "compose": "again", "admit": "nothing"},
+    "middle, repeat": {**ALL, "prioritise": "middle", "ratio": 0, "repeat": 0.5},
     "random, traced": {**ALL, "prioritise": "random", "compose": "traced", "admit": "nothing"},
     "oldest, stale": {**ALL, "prioritise": "oldest", "compose": "stale", "lag": 2, "max_uses": 1},
     "least used, rehearsal": {**ALL, "prioritise": "least_used", "compose": "rehearsal", "admit": "solutions"},
