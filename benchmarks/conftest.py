@@ -5,8 +5,11 @@ import logging
 import math
 import os
 import platform
+import re
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,24 +21,40 @@ from rich.console import Console
 from benchmarks import summary
 from benchmarks.heads import default_backend
 from benchmarks.render import RESULTS, tables
-from benchmarks.timing import BUDGETS, Groups
-from exgrpo.tools.timing import LOG
+from benchmarks.timing import LOG, Budget, Groups
 
 VERSIONS = (
     *("exgrpo", "torch", "triton", "numpy", "transformers", "deepspeed", "liger-kernel", "cut-cross-entropy", "verl"),
-    *("trl", "quack-kernels", "nvidia-cutlass-dsl", "vllm"),
+    *("trl", "nvidia-cutlass-dsl", "vllm"),
 )
 GROUPS = pytest.StashKey[Groups]()
 QUICK = ("test_head.py", "test_training_step.py")
 """Files that run by default; the others if they are named, or with `--sizes full`."""
+BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, least=3, patience=3.0), "full": Budget(20.0)}
+"""By `--sizes`, on a CPU."""
+GPU_SHARE = 0.25  # of the seconds on a GPU, whose calls are shorter and steadier
 SIZES = (
     "small (the default): the head at two sizes and a training step, in four minutes on two cores, and the files that"
     " are named; full: all files, operations, dtypes and real models; tiny: to try them out."
 )
+SHAPE = (
+    "A head of your own for test_head.py, by every row that can run: tokens, width, vocabulary, and float32, bfloat16"
+    " (the default) or float16; several times for several heads."
+)
+
+
+def shape_of(words: str) -> tuple[Any, ...]:
+    """Parse T,D,V or T,D,V,DTYPE."""
+    found = re.fullmatch(r"([1-9]\d*),([1-9]\d*),([1-9]\d*)(?:,(float32|bfloat16|float16))?", words)
+    if found is None:
+        raise ArgumentTypeError(f"{words!r} is no head, such as 512,896,32000,float32")
+    *sizes, dtype = found.groups()
+    return *map(int, sizes), getattr(torch, dtype or "bfloat16")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sizes", choices=tuple(BUDGETS), default="small", help=SIZES)
+    parser.addoption("--shape", action="append", type=shape_of, metavar="T,D,V[,DTYPE]", help=SHAPE)
     parser.addoption("--rounds", type=int, default=3, help="Number of steps of trainers.")
     parser.addoption("--in-a-row", type=int, default=1, help="Consecutive calls of a head in each round.")
     parser.addoption("--minutes", type=float, default=math.inf, help="Start no group after this time.")
@@ -74,14 +93,20 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
+def budget(options: Namespace, device: torch.device) -> Budget:
+    """Return the budget of a group of heads."""
+    found, share = BUDGETS[options.sizes], GPU_SHARE if device.type == "cuda" else 1.0
+    return replace(found, seconds=share * found.seconds, in_a_row=options.in_a_row)
+
+
+@pytest.fixture(scope="session")
 def groups(request: pytest.FixtureRequest) -> Groups:
     return request.config.stash[GROUPS]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[GROUPS] = Groups(
-        ours=f"exgrpo {default_backend()}", deadline=time.monotonic() + 60 * config.getoption("minutes")
-    )
+    deadline = time.monotonic() + 60 * config.getoption("minutes")
+    config.stash[GROUPS] = Groups(f"exgrpo {default_backend()}", deadline)
     progress = Progress(config)
     LOG.addHandler(progress)
     LOG.setLevel(logging.DEBUG)
@@ -129,14 +154,10 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["threads"] = torch.get_num_threads()
     machine_info["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     machine_info["python"] = platform.python_version()
-    machine_info["cuda"] = torch.version.cuda
-    versions = {}
+    machine_info["versions"] = {}
     for name in VERSIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    machine_info["versions"] = versions
+        with suppress(metadata.PackageNotFoundError):
+            machine_info["versions"][name] = metadata.version(name)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,9 +9,7 @@ is 0 if no part failed.
 import argparse
 import datetime
 import os
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.heads import WITH_ENTROPY, Case, Ours, default_backend, make_problem
 from benchmarks.programs import ROOT
-from benchmarks.record import Machine, Record, read
+from benchmarks.record import MACHINE, Record, read
 from benchmarks.render import seconds, slug, write
 
 GRACE = 30.0
@@ -40,36 +37,26 @@ REMEDIES = {
     "pytest_benchmark": "pip install '.[bench]'",
     "deepspeed": "pip install '.[train]'",
     "vllm": "pip install '.[vllm]'",
-    "ncu": "Nsight Compute comes with the CUDA toolkit",
     TAUGHT: "see studies/long_answers.yaml for how to make it",
 }
-"""Modules, a program and a folder that parts need, with instructions to get them."""
+"""Modules and a folder that parts need, with instructions to get them."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One command and its limits.
 
-    Attributes:
-        name: name of the part and its files.
-        minutes: time limit.
-        command: shell command; `python` is this interpreter, {result} the part's result file, and {minutes} the time
-            after which it starts nothing more.
-        full: further arguments on a GPU.
-        tiny: further arguments in the rehearsal.
-        result: suffix of the result file: .json of pytest-benchmark, a text, or one that is kept as it is; "" for none.
-        needs: keys of REMEDIES, separated by spaces.
-        expects: regular expression that a text result must match.
+    In the command `python` is this interpreter, {result} the part's result file, and {minutes} the time after which it
+    starts nothing more.
     """
 
     name: str
-    minutes: float
+    minutes: float  # time limit
     command: str
-    full: str = ""
-    tiny: str = ""
-    result: str = ""
-    needs: str = ""
-    expects: str = ""
+    full: str = ""  # further arguments on a GPU
+    tiny: str = ""  # further arguments in the rehearsal
+    result: str = ""  # suffix of its file: .json of pytest-benchmark, a text, or one that is kept as it is; "": none
+    needs: str = ""  # keys of REMEDIES, separated by spaces
 
     def words(self, rehearse: bool, result: Path, minutes: float) -> list[str]:
         """Return the command line for this many minutes."""
@@ -79,14 +66,8 @@ class Part:
 
     def missing(self) -> str:
         """Return the missing requirements with their remedies; "" if there are none."""
-        lacking = [need for need in self.needs.split() if not _found(need)]
-        return "; ".join(f"left out, it needs {need}: {REMEDIES[need]}" for need in lacking)
-
-
-def _found(need: str) -> bool:
-    if "/" in need:
-        return (ROOT / need).is_dir()
-    return bool(shutil.which(need) if need == "ncu" else find_spec(need))
+        needs = {need: (ROOT / need).is_dir() if "/" in need else find_spec(need) for need in self.needs.split()}
+        return "; ".join(f"left out, it needs {need}: {REMEDIES[need]}" for need, there in needs.items() if not there)
 
 
 PYTEST = "python -m pytest -q -p no:cacheprovider"
@@ -95,16 +76,6 @@ PYTEST = "python -m pytest -q -p no:cacheprovider"
 def benchmark(name: str, minutes: float, file: str, full: str, tiny: str, needs: str = "") -> Part:
     command = f"{PYTEST} benchmarks/{file} --benchmark-only --benchmark-json={{result}} --minutes={{minutes}}"
     return Part(name, minutes, command, full, f"--sizes=tiny {tiny}", ".json", f"pytest_benchmark {needs}")
-
-
-def profile(name: str, kernels: str) -> Part:
-    """Return a part that profiles the first launch of one of some kernels by Nsight Compute."""
-    sections = "--section SpeedOfLight --section LaunchStats --section Occupancy --section MemoryWorkloadAnalysis"
-    command = (
-        f"ncu --profile-from-start off --clock-control none --launch-count 1 {sections} --log-file {{result}}"
-        f" --kernel-name 'regex:{kernels}' python -c 'from benchmarks.gpu import profiled; profiled()'"
-    )
-    return Part(name, 3, command, result=".txt", needs="ncu", expects=r"Context \d+, Stream \d+")
 
 
 HOST_TESTS = ("test_cpu_*", "test_cuda_*", "test_triton*_compile*", "test_extension.py")
@@ -127,24 +98,10 @@ PARTS = (
     benchmark("step_0.5", 14, STEPS, "--sizes=full --rounds=2 -k 0.5B", "--rounds=1 -k 'not vllm'", "deepspeed"),
     benchmark("step_1.5", 14, STEPS, "--sizes=full --rounds=2 -k 1.5B", "--rounds=1 -k on-policy", "deepspeed"),
     Part("step_trace", 8, TRACE, TRACED, TINY_TRACED, ".json.gz", "pytest_benchmark deepspeed vllm"),
-    profile("product_profile", "product_kernel|exponentials_kernel"),
-    profile("rows_profile", "entropy_kernel|gradient_kernel"),
     benchmark("rollouts", 12, "test_rollouts.py", "--sizes=full", "-k fp32", "deepspeed vllm"),
     Part("launch_table", 12, TUNE, "--minutes {minutes}", TINY_TUNE, ".txt"),
     Part("study", 60, LONG_ANSWERS, "--workers 10", "--plan", needs=f"deepspeed {TAUGHT}"),
 )
-
-
-def profiled() -> None:
-    """Compute a policy loss with entropy bonus and its gradients: first as a warm-up, then between marks for ncu."""
-    case = Case(WITH_ENTROPY, 8192, 1536, 151936, torch.bfloat16)
-    once = Ours(default_backend()).call(case, make_problem(case, torch.device("cuda")))
-    once()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    once()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
 
 
 def run(words: Sequence[str], more: dict[str, str], limit: float, log: Path) -> int | None:
@@ -175,11 +132,7 @@ def problem_of(part: Part, status: int | None, result: Path, log: Path) -> str:
     last = next((line for line in reversed(lines) if line.strip()), "")
     if status != 0:
         return f"its time was up: {last}" if status is None else f"exit status {status}: {last}"
-    if part.result and not result.exists():
-        return "it left no result"
-    if part.expects and not re.search(part.expects, text := result.read_text(encoding="utf-8")):
-        return f"it measured nothing: {next((line for line in text.splitlines() if 'ERROR' in line), text.strip())}"
-    return ""
+    return "it left no result" if part.result and not result.exists() else ""
 
 
 def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: float) -> Record:
@@ -193,13 +146,12 @@ def take(record: Record, part: Part, folder: Path, rehearse: bool, minutes: floa
     status = run(part.words(rehearse, result, limit), {"TRITON_INTERPRET": "1"} if rehearse else {}, 60 * limit, log)
     took, problem = round(time.monotonic() - begin, 1), problem_of(part, status, result, log)
     print(f"  {seconds(took)}, {problem or 'finished'}", flush=True)
-    entry: dict[str, Any] = {"name": part.name, "title": part.name, "problem": problem, "seconds": took}
+    entry: dict[str, Any] = {"name": part.name, "problem": problem, "seconds": took}
     entry |= {"date": str(datetime.date.today()), "revision": revision()}
     if part.result == ".json" and result.exists():
         record = joined(record, part.name, read(result))
     elif part.result in (".txt", ".md") and result.exists():
-        lines = result.read_text(encoding="utf-8").splitlines()
-        entry["text"] = "\n".join(line for line in lines if not line.startswith("==PROF=="))
+        entry["text"] = result.read_text(encoding="utf-8")
     return replace(record, parts=[one for one in record.parts if one["name"] != part.name] + [entry])
 
 
@@ -230,19 +182,15 @@ def save(record: Record, folder: Path) -> Path:
     """Write the record, with an entry for each part in order, and its page; return the page."""
     known = {one["name"]: one for one in record.parts if "date" in one}
     new = {part.name: part.missing() or "not begun yet" for part in PARTS}
-    entries = [known.get(name) or {"name": name, "title": name, "problem": problem} for name, problem in new.items()]
+    entries = [known.get(name) or {"name": name, "problem": problem} for name, problem in new.items()]
     return write(replace(record, parts=entries), folder)
 
 
 def begun(folder: Path, device: str) -> Record:
-    """Return the newest record of a device in a folder, or an empty one of today. Raise ValueError for a bad file.
-
-    Raises:
-        ValueError: the file is no record.
-    """
+    """Return the newest record of a device in a folder, or an empty one of today. Raise ValueError for a bad file."""
     found = sorted(folder.glob(f"*_{slug(device)}.json"))
     if not found:
-        machine = Machine(device, "unknown", "unknown", 0, "unknown", {})
+        machine = dict.fromkeys(MACHINE, "unknown") | {"device": device, "versions": {}}
         return Record(str(datetime.date.today()), "", False, machine, [])
     try:
         return read(found[-1])

@@ -1,26 +1,27 @@
 """Implementations from other packages, each called as documented there; missing ones report a reason.
 
-On GPUs their Triton kernels run; on a CPU only those with a path without Triton. quack-kernels and Liger's kernels for
-Hopper need the packages listed as GPU_PEERS in the Makefile.
+On GPUs their Triton kernels run; on a CPU only those with a path without Triton. Liger's kernels for Hopper need the
+packages listed as GPU_PEERS in the Makefile.
 """
 
 import importlib
 import importlib.machinery
 import importlib.util
+import runpy
 import sys
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation
+from benchmarks.heads import CLIP, FORWARD, WITHOUT_ENTROPY, Implementation, LossInputs
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.tools.bench import LossInputs
 
 
 class Peer(Implementation):
@@ -49,22 +50,21 @@ class Peer(Implementation):
 
 
 class CrossEntropy(Peer):
-    """A function that returns cross-entropies, each or their sum, 0 for IGNORED targets."""
+    """A function that returns the cross-entropy of each token, 0 for IGNORED targets."""
 
     takes_ignored = True
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return -self.function(hidden, weight, target, reduction="none"), None
 
-    def cross_entropy(self, problem: LossInputs) -> Tensor:
-        return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
-
 
 class TorchCrossEntropy(CrossEntropy):
-    """torch.nn.functional.linear_cross_entropy (torch 2.13 and later): chunked, cross-entropy only."""
+    """torch.nn.functional.linear_cross_entropy (torch 2.13 and later), chunked.
 
-    # Made for sums: the gradients of single log-probs take it ten times as long.
-    name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
+    It is made for sums: the gradients of single log-probs would take it ten times as long.
+    """
+
+    name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD,)
     quick = False
 
     @cached_property
@@ -87,7 +87,8 @@ class CutCrossEntropy(CrossEntropy):
             function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
             return partial(function, impl="cce")
         # The package imports Triton, but its compiled variant does not need it.
-        with _StandIns({"cut_cross_entropy": _folder("cut_cross_entropy")}):
+        package = _package_at("cut_cross_entropy", _folder("cut_cross_entropy"))
+        with _in_place_of({package.__name__: package}):
             return importlib.import_module("cut_cross_entropy.torch_compile").torch_compile_linear_cross_entropy
 
 
@@ -139,17 +140,15 @@ class LigerScaledCrossEntropy(Peer):
 class VerlTorch(Peer):
     """verl's FusedLinearForPPO, in plain torch."""
 
-    name, package = "verl FusedLinearForPPO", "verl"
-    requirement = "verl==0.9.1"
+    name, package, requirement = "verl FusedLinearForPPO", "verl", "verl==0.9.1"
 
     @cached_property
     def function(self) -> Callable[..., Any]:
         # The file imports Liger's function if Liger is installed, which fails without Triton.
-        stub = types.ModuleType("liger_kernel.ops")
-        stub.LigerFusedLinearScaledCrossEntropyFunction = None  # type: ignore[attr-defined]
-        with _StandIns({"liger_kernel": Path(), "liger_kernel.ops": stub}):
-            path = _folder("verl") / "utils" / "experimental" / "torch_functional.py"
-            return _module_at("verl_torch_functional", path).FusedLinearForPPO()
+        stub = SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=None)
+        with _in_place_of({"liger_kernel": _package_at("liger_kernel", Path()), "liger_kernel.ops": stub}):
+            file = _folder("verl") / "utils" / "experimental" / "torch_functional.py"
+            return runpy.run_path(str(file))["FusedLinearForPPO"]()
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.function(hidden, weight, target)
@@ -158,20 +157,20 @@ class VerlTorch(Peer):
 class VerlTriton(Peer):
     """verl's Triton linear_cross_entropy, the call that other RL codebases copied."""
 
-    name, package, needs_cuda = "verl Triton", "verl", True
-    requirement = "verl==0.9.1"
+    name, package, requirement, needs_cuda = "verl Triton", "verl", "verl==0.9.1", True
 
     @cached_property
     def function(self) -> Callable[..., Any]:
-        device = types.ModuleType("verl.utils.device")
-        device.is_cuda_available = True  # type: ignore[attr-defined]
-        device.get_device_name = lambda: "cuda"  # type: ignore[attr-defined]
-        device.get_torch_device = lambda: torch.cuda  # type: ignore[attr-defined]
-        device.get_device_capability = torch.cuda.get_device_capability  # type: ignore[attr-defined]
+        device: Any = SimpleNamespace(
+            is_cuda_available=True,
+            get_device_name=lambda: "cuda",
+            get_torch_device=lambda: torch.cuda,
+            get_device_capability=torch.cuda.get_device_capability,
+        )
         root = _folder("verl")
-        parents = {"verl": root, "verl.utils": root / "utils", "verl.utils.kernel": root / "utils" / "kernel"}
         # `import verl` needs ray. The stand-ins stay: verl's functions import their kernels when called.
-        sys.modules.update({name: _package_at(name, folder) for name, folder in parents.items()})
+        for name in ("verl", "verl.utils", "verl.utils.kernel"):
+            sys.modules[name] = _package_at(name, root.joinpath(*name.split(".")[1:]))
         sys.modules["verl.utils.device"] = device
         return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
@@ -182,8 +181,7 @@ class VerlTriton(Peer):
 class TrlChunked(Peer):
     """TRL's chunked log-probs; as in its trainer, ignored tokens are dropped only on GPUs."""
 
-    name, package, takes_ignored = "TRL chunked log-prob", "trl", True
-    requirement = "trl==1.16.0"
+    name, package, requirement, takes_ignored = "TRL chunked log-prob", "trl", "trl==1.16.0", True
     vocabulary_chunk = 32768  # as in its trainer
     source = ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction.apply")
 
@@ -196,33 +194,20 @@ class TrlChunked(Peer):
         return tuple(x.new_zeros(target.shape).masked_scatter(kept, x) for x in (log_prob, entropy))
 
 
-class Quack(CrossEntropy):
-    """Dao-AILab's quack: the sum or mean of cross-entropies."""
-
-    name, package, needs_cuda, operations = "quack", "quack", True, (CROSS_ENTROPY,)
-    quick = False
-    requirement = "quack-kernels==0.6.5"
-    source = ("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-
-
-class _StandIns:
-    """Replacement of modules within a context, by a package whose submodules are in a folder or by a module."""
-
-    def __init__(self, modules: dict[str, Path | types.ModuleType]) -> None:
-        self.modules = modules
-
-    def __enter__(self) -> None:
-        self.kept = {name: sys.modules.pop(name) for name in self.modules if name in sys.modules}
-        for name, module in self.modules.items():
-            sys.modules[name] = _package_at(name, module) if isinstance(module, Path) else module
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.modules:
+@contextmanager
+def _in_place_of(modules: dict[str, Any]) -> Iterator[None]:
+    """Replace modules by these within a context."""
+    kept = {name: sys.modules.pop(name) for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
             del sys.modules[name]
-        sys.modules.update(self.kept)
+        sys.modules.update(kept)
 
 
-def _package_at(name: str, folder: Path) -> types.ModuleType:
+def _package_at(name: str, folder: Path) -> ModuleType:
     """Return a package of the modules in a folder, without running its own code."""
     spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
@@ -237,15 +222,6 @@ def _folder(package: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def _module_at(name: str, path: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 PEERS: tuple[type[Peer], ...] = (
     TorchCrossEntropy,
     LigerPolicyLoss,
@@ -253,6 +229,5 @@ PEERS: tuple[type[Peer], ...] = (
     VerlTorch,
     VerlTriton,
     TrlChunked,
-    Quack,
     CutCrossEntropy,
 )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ REWARD = f"{__name__}:coin"
 def coin(response: str, gold: str) -> float:
     """Return 1 for half of all responses, chosen by their hash: cheap to compute, and learnable by any model."""
     return float(zlib.crc32(response.encode()) % 2)
+
+
+def words(options: Mapping[str, object]) -> list[str]:
+    """Return options as words of a command line."""
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
 
 
 class ProgramError(Exception):

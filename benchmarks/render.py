@@ -7,10 +7,9 @@ RECORD.json is a file of pytest-benchmark, or an earlier record. The program wri
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -39,50 +38,41 @@ def spread(value: tuple[float, float, float]) -> str:
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the tables: title, key in a row, and format."""
-
-    title: str
-    key: str
-    text: Callable[[Any], str]
-
-
-COLUMNS = (
-    Column("", "row", str),
-    Column("median", "median", seconds),
-    Column("predicted", "predicted", seconds),
-    Column("floor / time", "floor_over_time", "{:.2f}".format),
-    Column("time / ours", "times_ours", "{:.2f}".format),
-    Column("time / on-policy", "times_on_policy", "{:.3f}".format),
-    Column("time / TRL", "times_trl", spread),
-    Column("time per token", "seconds_per_token", seconds),
-    Column("that / TRL", "token_times_trl", spread),
-    Column("peak MiB", "peak_bytes", mebibytes),
-    Column("in children", "children_bytes", mebibytes),
-    Column("peak / TRL", "memory_times_trl", "{:.2f}".format),
-    Column("log-prob error", "log_prob_error", "{:.1e}".format),
-    Column("gradient error", "gradient_error", "{:.1e}".format),
-    Column("bytes / token", "bytes_per_token", "{:.2f}".format),
-    Column("time / transformers", "times_transformers", "{:.2f}".format),
-    Column("tokens / s", "tokens_per_second", "{:,.0f}".format),
-    Column("push", "push", seconds),
-    Column("wake", "wake", seconds),
-    Column("sleep", "sleep", seconds),
-    Column("weight gap in nats", "weight_gap", "{:.1e}".format),
-    Column("mismatch in nats", "mismatch", "{:.1e}".format),
-    Column("replayed", "replayed", "{:.1f}".format),
-    Column("generated tokens", "generated_tokens", "{:,.0f}".format),
-    Column("by phase", "phases", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
-    Column("MFU", "mfu", lambda shares: ", ".join(f"{k} {v:.1%}" for k, v in shares.items())),
-    Column("by size", "growth", lambda growth: ", ".join(f"{int(k):,}: {seconds(v)}" for k, v in growth.items())),
-    Column("growth exponent", "exponent", "{:.2f}".format),
-    Column("", "wrong", lambda wrong: "WRONG" if wrong else ""),
-)
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "row": ("", str),
+    "median": ("median", seconds),
+    "predicted": ("predicted", seconds),
+    "floor_over_time": ("floor / time", "{:.2f}".format),
+    "times_ours": ("time / ours", "{:.2f}".format),
+    "times_on_policy": ("time / on-policy", "{:.3f}".format),
+    "times_trl": ("time / TRL", spread),
+    "seconds_per_token": ("time per token", seconds),
+    "token_times_trl": ("that / TRL", spread),
+    "peak_bytes": ("peak MiB", mebibytes),
+    "children_bytes": ("in children", mebibytes),
+    "memory_times_trl": ("peak / TRL", "{:.2f}".format),
+    "log_prob_error": ("log-prob error", "{:.1e}".format),
+    "gradient_error": ("gradient error", "{:.1e}".format),
+    "bytes_per_token": ("bytes / token", "{:.2f}".format),
+    "times_transformers": ("time / transformers", "{:.2f}".format),
+    "tokens_per_second": ("tokens / s", "{:,.0f}".format),
+    "push": ("push", seconds),
+    "wake": ("wake", seconds),
+    "sleep": ("sleep", seconds),
+    "weight_gap": ("weight gap in nats", "{:.1e}".format),
+    "mismatch": ("mismatch in nats", "{:.1e}".format),
+    "replayed": ("replayed", "{:.1f}".format),
+    "generated_tokens": ("generated tokens", "{:,.0f}".format),
+    "phases": ("by phase", lambda phases: ", ".join(f"{k} {seconds(v)}" for k, v in phases.items())),
+    "mfu": ("MFU", lambda shares: ", ".join(f"{k} {v:.1%}" for k, v in shares.items())),
+    "growth": ("by size", lambda growth: ", ".join(f"{int(k):,}: {seconds(v)}" for k, v in growth.items())),
+    "exponent": ("growth exponent", "{:.2f}".format),
+    "wrong": ("", lambda wrong: "WRONG" if wrong else ""),
+}
+"""Title of a column and format of its values, by key in a row."""
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Title, header and cells of a table."""
 
     title: str
@@ -90,44 +80,58 @@ class Grid:
     lines: list[list[str]]
 
 
+def cell(row: Row, key: str) -> str:
+    """Format a number of a row; "" if it has none."""
+    return "" if row.get(key) is None else COLUMNS[key][1](row[key])
+
+
 def grids(rows: Iterable[Row]) -> list[Grid]:
     """Return one table per group, with the columns of any of its rows; the fastest row first."""
     result = []
     for group, members in groups_of(rows).items():
-        columns = [c for c in COLUMNS if any(row.get(c.key) not in (None, False) for row in members)]
+        keys = [key for key in COLUMNS if any(row.get(key) not in (None, False) for row in members)]
         if not any("trajectories" in row for row in members):
             members = sorted(members, key=lambda row: row["median"])
-        lines = [[c.text(row[c.key]) if row.get(c.key) is not None else "" for c in columns] for row in members]
-        result.append(Grid(group, [c.title for c in columns], lines))
+        lines = [[cell(row, key) for key in keys] for row in members]
+        result.append(Grid(group, [COLUMNS[key][0] for key in keys], lines))
     return result
 
 
-def tables(rows: Iterable[Row]) -> list[Table]:
-    drawn = []
+def table_of(title: str, header: Iterable[str]) -> Table:
+    """Return an empty table for a terminal; its first column, of names, has no title."""
+    table = Table("", title=title, title_justify="left")
+    for column in header:
+        table.add_column(column, justify="right")
+    return table
+
+
+def tables(rows: Iterable[Row]) -> Iterator[Table]:
     for grid in grids(rows):
-        table = Table(title=grid.title, title_justify="left")
-        for i, title in enumerate(grid.header):
-            table.add_column(title, justify="left" if i == 0 else "right")
+        table = table_of(grid.title, grid.header[1:])
         for line in grid.lines:
             table.add_row(*line)
-        drawn.append(table)
-    return drawn
+        yield table
 
 
 def markdown(record: Record) -> str:
     machine = record.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     dirty = " with changes" if record.dirty else ""
     revision = f"commit {record.commit[:10]}{dirty}" if record.commit else "no commit known"
     lines = [
-        f"# Benchmarks, {record.date}, {machine.device}",
+        f"# Benchmarks, {record.date}, {machine['device']}",
         "",
-        f"{machine.cpu}, {machine.threads} threads"
-        f" ({machine.cpu_capability}), Python {machine.python}, {versions}, {revision}.",
+        f"{machine['cpu']}, {machine['threads']} threads"
+        f" ({machine['cpu_capability']}), Python {machine['python']}, {versions}, {revision}.",
         "[How it was measured](../../docs/benchmarks.md). The rows of one table took turns. Ratios are"
         " medians, over the rounds, of the ratio within a round. Errors are against float64 on the same inputs.",
     ]
-    lines += _parts(record.parts)
+    if record.parts:
+        lines += ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
+    for part in record.parts:
+        came_to = (part["problem"] or "finished").replace("|", "\\|")
+        when, seconds = f"{part.get('date', '')} | {part.get('revision', '')}", part.get("seconds", 0)
+        lines.append(f"| {part['name']} | {came_to} | {when} | {seconds:.0f} |")
     for grid in grids(record.rows):
         lines += ["", f"## {grid.title}", "", f"| {' | '.join(grid.header)} |"]
         lines.append("|---" + "|---:" * (len(grid.header) - 1) + "|")
@@ -137,19 +141,8 @@ def markdown(record: Record) -> str:
         lines += [f"- {row}: {'; '.join(reasons)}" for row, reasons in record.left_out.items()]
     for part in record.parts:
         if text := part.get("text"):
-            lines += ["", f"## {part['title']}", "", FENCE, *text.rstrip().splitlines(), FENCE]
+            lines += ["", f"## {part['name']}", "", FENCE, *text.rstrip().splitlines(), FENCE]
     return "\n".join(lines) + "\n"
-
-
-def _parts(parts: list[dict[str, Any]]) -> list[str]:
-    if not parts:
-        return []
-    lines = ["", "## Parts", "", "| part | came to | date | revision | seconds |", "|---|---|---|---|---:|"]
-    for part in parts:
-        came_to = part["problem"] or "finished"
-        cells = [part["title"], came_to.replace("|", "\\|"), part.get("date", ""), part.get("revision", "")]
-        lines.append(f"| {' | '.join(cells)} | {part.get('seconds', 0):.0f} |")
-    return lines
 
 
 def slug(device: str) -> str:
@@ -159,7 +152,7 @@ def slug(device: str) -> str:
 
 def write(record: Record, folder: Path = RESULTS) -> Path:
     """Write the record and its page; return the page."""
-    stem = f"{record.date}_{slug(record.machine.device)}"
+    stem = f"{record.date}_{slug(record.machine['device'])}"
     folder.mkdir(parents=True, exist_ok=True)
     write_record(record, folder / f"{stem}.json")
     page = folder / f"{stem}.md"
@@ -172,11 +165,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("record", type=Path, help="a record, or what --benchmark-json wrote")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for them (%(default)s)")
     options = parser.parse_args(argv)
-    path = options.record
     try:
-        record = read(path)
+        record = read(options.record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {path} is no record of these benchmarks: {error}", file=sys.stderr)
+        print(f"error: {options.record} is no record of these benchmarks: {error}", file=sys.stderr)
         return 2
     print(write(record, options.output))
     return 0

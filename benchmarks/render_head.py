@@ -3,6 +3,7 @@
 It draws docs/policy_loss.svg from the record of the H100 and its group "policy_loss bfloat16 8192x1536x151936".
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -38,27 +39,20 @@ def draw(path: Path, group: str, picture: Path) -> None:
         figure, (time, memory) = plt.subplots(1, 2, figsize=(9, 2.7), sharey=True, layout="constrained")
         limit = LONGEST * rows["exgrpo cuda"]["median"] * 1e3
         _bars(time, shown, [row["median"] * 1e3 for row in shown], "milliseconds, forward and backward", limit)
-        _bars(memory, shown, [row["peak_bytes"] / 2**30 for row in shown], "peak memory, GiB", None)
-        figure.suptitle(f"{_title(group)}: {record.machine.device}, {record.date}", fontsize=9, x=0.01, ha="left")
+        _bars(memory, shown, [row["peak_bytes"] / 2**30 for row in shown], "peak memory, GiB")
+        name, dtype, sizes = group.split()
+        tokens, width, vocabulary = (f"{int(size):,}" for size in sizes.split("x"))
+        title = f"{name.replace('_', ' ')}, {dtype}, {tokens} tokens, width {width}, vocabulary {vocabulary}"
+        figure.suptitle(f"{title}: {record.machine['device']}, {record.date}", fontsize=9, x=0.01, ha="left")
         figure.savefig(picture, metadata={"Date": None})
         plt.close(figure)
 
 
-def _title(group: str) -> str:
-    name, dtype, sizes = group.split()
-    tokens, width, vocabulary = map(int, sizes.split("x"))
-    return f"{name.replace('_', ' ')}, {dtype}, {tokens:,} tokens, width {width:,}, vocabulary {vocabulary:,}"
-
-
-def _bars(axes: Axes, rows: list[Row], values: list[float], title: str, limit: float | None) -> None:
+def _bars(axes: Axes, rows: list[Row], values: list[float], title: str, limit: float = math.inf) -> None:
     names = [ROWS[row["row"]] for row in rows]
     colours = [OWN if name == "exgrpo" else OTHER for name in names]
-    cut = [value if limit is None else min(value, limit) for value in values]
-    bars = axes.barh(names, cut, color=colours)
-    labels = [
-        f"{value:.1f}" if value == shown else f"{value:.0f} (cut)" for value, shown in zip(values, cut, strict=True)
-    ]
-    axes.bar_label(bars, labels, padding=3)
+    bars = axes.barh(names, [min(value, limit) for value in values], color=colours)
+    axes.bar_label(bars, [f"{v:.1f}" if v <= limit else f"{v:.0f} (cut)" for v in values], padding=3)
     axes.set_title(title, loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.18)

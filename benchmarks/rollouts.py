@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import numpy as np
 import requests
 import torch
 
-from exgrpo.tools.timing import wait
+from benchmarks.programs import words
+from benchmarks.timing import wait
 from exgrpo.train.common.distributed import World, start
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.seeds import derive_seed
@@ -32,6 +33,7 @@ from exgrpo.train.data.files import read_rows
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import question_set
 from exgrpo.train.metrics.utilisation import PhaseClock
+from exgrpo.train.policy.policy import WholeWeights
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES, load_pretrained
 from exgrpo.train.rollout.engine import Request, RolloutEngine, Sampling, collect, training_settings
@@ -51,15 +53,14 @@ def start_server(config: Config, resources: ExitStack) -> str:
     length = config.data.max_prompt_tokens + config.rollout.max_tokens
     options = {"port": port, "dtype": config.policy.dtype, "max-tokens": length}
     options |= {} if config.rollout.kv_cache_gib is None else {"kv-cache-gib": config.rollout.kv_cache_gib}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "exgrpo.tools.serve", config.policy.path, *words],
+        [sys.executable, "-m", "exgrpo.tools.serve", config.policy.path, *words(options)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     resources.callback(server.wait)
-    resources.callback(stop_group, server)
+    resources.callback(stop_group, server.pid)
     deadline = time.monotonic() + START_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         with suppress(requests.RequestException):
@@ -69,13 +70,13 @@ def start_server(config: Config, resources: ExitStack) -> str:
     raise ConfigError(f"a server of {config.policy.path} does not start: try `python -m exgrpo.tools.serve`")
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
+def stop_group(group: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 def open_all(
-    config: Config, world: World, resources: ExitStack, chosen: Sequence[str] = ENGINES
+    config: Config, world: World, resources: ExitStack, chosen: Sequence[str]
 ) -> tuple[dict[str, RolloutEngine], dict[str, str]]:
     """Open the chosen engines; return them and the reasons why others cannot run here, by name."""
     engines, reasons = {}, {}
@@ -93,29 +94,15 @@ def open_all(
     return engines, reasons
 
 
-class Weights:
-    """A trained model's weights, pushed from the same device as a policy would."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        source = find_model(config.policy.path, config.policy.overrides)
-        self.model = source.load(DTYPES[config.policy.dtype], config.policy.attention).to(device)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, parameter.data) for name, parameter in self.model.named_parameters())
-
-
 def one_round(
-    engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config, seed: int
+    engine: RolloutEngine, weights: WholeWeights, prompts: list[np.ndarray], config: Config, seed: int
 ) -> dict[str, float]:
     """Push weights, wake, generate and sleep; return times and counts."""
-    sampling = Sampling(config.rollout.max_tokens, config.rollout.temperature)
-    requests = [
-        Request(prompt, config.rollout.samples, sampling, derive_seed(seed, "prompt", i))
-        for i, prompt in enumerate(prompts)
-    ]
+    sampling, samples = Sampling(config.rollout.max_tokens, config.rollout.temperature), config.rollout.samples
+    requests = [Request(prompt, samples, sampling, derive_seed(seed, "prompt", i)) for i, prompt in enumerate(prompts)]
     clock = PhaseClock()
     with clock("push"):
-        engine.push_weights(iter(weights))
+        engine.push_weights(weights)
         wait(weights.model.device)
     with clock("wake"):
         engine.wake()
@@ -123,23 +110,16 @@ def one_round(
         tokens = sum(len(answer.rollout.response) for answer in engine.generate(requests))
     with clock("sleep"):
         engine.sleep()
-    counted = engine.counts()
-    seconds = clock.seconds["wake"] + clock.seconds["generate"]
-    return {
-        "seconds": seconds,
-        **{phase: clock.seconds[phase] for phase in ("push", "wake", "sleep")},
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "prefix_cache_hits": counted.cached_tokens / max(1, counted.prompt_tokens),
-    }
+    seconds = clock.seconds["wake"] + clock.seconds.pop("generate")
+    return {**clock.seconds, "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
 
 
 @torch.no_grad()
-def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray], config: Config) -> float:
+def weight_gap(engine: RolloutEngine, weights: WholeWeights, prompts: list[np.ndarray], config: Config) -> float:
     """Return the mean absolute difference, in nats, between log-probs of the engine and of the pushed model."""
     sampling = Sampling(min(GAP_TOKENS, config.rollout.max_tokens), log_prob=True)
     requests = [Request(prompt, 2, sampling, derive_seed(config.seed, "gap", i)) for i, prompt in enumerate(prompts)]
-    engine.push_weights(iter(weights))
+    engine.push_weights(weights)
     engine.wake()
     answers = collect(requests, engine.generate(requests))
     engine.sleep()
@@ -154,18 +134,18 @@ def weight_gap(engine: RolloutEngine, weights: Weights, prompts: list[np.ndarray
     return float(torch.cat(gaps).mean())
 
 
-def measure(config: Config, rounds: int, chosen: Sequence[str] = ENGINES) -> dict[str, Any]:
+def measure(config: Config, rounds: int, chosen: Sequence[str]) -> dict[str, Any]:
     """Return the numbers of `rounds` rounds of each engine after a warm-up, and why others did not run."""
     with ExitStack() as resources:
         world = start(config.distributed.timeout_minutes)
         engines, reasons = open_all(config, world, resources, chosen)
         tokenizer = load_pretrained(config.policy.path, config.policy.overrides).tokenizer
         data, prompt_format = config.data, PromptFormat.from_options(config.data)
-        source, limit = data.train[0], data.train_limit
-        rows = read_rows(source, split=data.train_split, limit=limit)
-        questions = question_set(source, rows, tokenizer, prompt_format, limit=limit)
-        prompts = [np.array(q.prompt, np.int32) for q in questions.questions[: config.questions]]
-        weights = Weights(config, world.device)
+        rows = read_rows(data.train[0], split=data.train_split, limit=data.train_limit)
+        questions = question_set(data.train[0], rows, tokenizer, prompt_format, limit=config.questions).questions
+        prompts = [np.array(question.prompt, np.int32) for question in questions]
+        model = find_model(config.policy.path, config.policy.overrides)
+        weights = WholeWeights(model.load(DTYPES[config.policy.dtype], config.policy.attention).to(world.device))
         gaps = {name: weight_gap(engine, weights, prompts[:GAP_PROMPTS], config) for name, engine in engines.items()}
         numbers: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
         for number in range(rounds + 1):

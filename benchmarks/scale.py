@@ -15,21 +15,13 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from benchmarks.test_experience import (
-    QUESTIONS_PER_STEP,
-    SAMPLES,
-    STEPS,
-    VOCABULARY,
-    filled_arrays,
-    filled_columns,
-    graded,
-)
+from benchmarks import test_experience as experience
+from benchmarks.memory import status
 from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
@@ -59,8 +51,7 @@ WHAT = {
 """Measured quantities: bytes, and CPU seconds; medians for those of a step."""
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Numbers of questions and stored trajectories, and tokens per response."""
 
     questions: int
@@ -71,8 +62,7 @@ class Sizes:
 def resident(kind: str) -> int:
     """Return the bytes of resident memory of a kind: RssAnon, or RssFile for mapped files."""
     gc.collect()
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
+    return status(kind)
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
@@ -87,7 +77,7 @@ def questions_of(count: int) -> QuestionSet:
     rng = np.random.default_rng(0)
 
     def tokenize(texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": rng.integers(0, VOCABULARY, (len(texts), PROMPT)).tolist()}
+        return {"input_ids": rng.integers(0, experience.VOCABULARY, (len(texts), PROMPT)).tolist()}
 
     class Rows(Sequence[Row]):
         """Rows made on access, so that they are not measured."""
@@ -109,33 +99,27 @@ def fill(replay: Replay, sizes: Sizes, rng: np.random.Generator) -> None:
     for first in range(0, sizes.trajectories, CHUNK):
         answers = np.arange(first, min(first + CHUNK, sizes.trajectories))
         rewards = np.ones((len(answers), 1)).tolist()
-        batch = graded(answers % sizes.questions, rewards, rng, sizes.tokens, 0)
-        batch.fill(step=answers * STEPS // sizes.trajectories)
-        replay.memory.table.add(batch, **filled_columns(len(answers), rng))
-    arrays = filled_arrays(sizes.questions, rng)
+        batch = experience.graded(answers % sizes.questions, rewards, rng, sizes.tokens, 0)
+        batch.fill(step=answers * experience.STEPS // sizes.trajectories)
+        replay.memory.table.add(batch, **experience.filled_columns(len(answers), rng))
+    arrays = experience.filled_arrays(sizes.questions, rng)
     vars(replay.memory).update(arrays, retired=arrays["retired"] != 0)
 
 
 def empty(sizes: Sizes, folder: Path | None) -> Replay:
     """Return an empty replay, which selects without a model's scores."""
     config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
-    return Replay(MethodOptions(config, SAMPLES), sizes.questions, seed=1)
+    return Replay(MethodOptions(config, experience.SAMPLES), sizes.questions, seed=1)
 
 
 def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int) -> tuple[float, float, float]:
     """Return the seconds of `plan`, `select` and `store` of a step; half of the answers are right."""
-    plan, planned = timed(lambda: replay.plan(QUESTIONS_PER_STEP, step))
+    plan, planned = timed(lambda: replay.plan(experience.QUESTIONS_PER_STEP, step))
     select, stored = timed(lambda: replay.select(planned, lambda _: MeanScores(np.empty(0), np.empty(0))))
     rewards = [[float(i % 2) for i in range(group.fresh)] for group in planned]
-    batch = graded(stored.question, rewards, rng, sizes.tokens, step).append_rows(stored)
+    batch = experience.graded(stored.question, rewards, rng, sizes.tokens, step).append_rows(stored)
     store, _ = timed(lambda: replay.store(batch, step))
     return plan, select, store
-
-
-def save(replay: Replay, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Write the experience as a checkpoint does; return the name of its arrays, and its values."""
-    state = replay.state()
-    return write_checked(folder, state.arrays), state.values
 
 
 def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]:
@@ -150,14 +134,19 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     fill(replay, sizes, rng)
     found["trajectory_bytes"] = (resident("RssAnon") - before) / sizes.trajectories
     found["mapped_bytes"] = (resident("RssFile") - mapped) / sizes.trajectories
-    steps = [make_step(replay, sizes, rng, STEPS + number) for number in range(1, MEASURED_STEPS + 1)]
+    steps = [make_step(replay, sizes, rng, experience.STEPS + number) for number in range(1, MEASURED_STEPS + 1)]
     found |= zip(("plan", "select", "store"), map(statistics.median, zip(*steps, strict=True)), strict=True)
 
+    def save() -> tuple[str, dict[str, Any]]:
+        """Write the experience as a checkpoint does; return the name of its arrays, and its values."""
+        state = replay.state()
+        return write_checked(folder, state.arrays), state.values
+
     folder.mkdir()
-    found["first_save"], _ = timed(lambda: save(replay, folder))
+    found["first_save"], _ = timed(save)
     found["disk_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
-    make_step(replay, sizes, rng, STEPS + MEASURED_STEPS + 1)
-    found["later_save"], (name, values) = timed(lambda: save(replay, folder))
+    make_step(replay, sizes, rng, experience.STEPS + MEASURED_STEPS + 1)
+    found["later_save"], (name, values) = timed(save)
     table = replay.memory.table
     table.remove(table.rows()[rng.permutation(len(table))[: len(table) // 2 + 1]])
     found["tidy"], _ = timed(table.tidy)
@@ -184,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = measure(sizes, options.folder / "experience", options.folder if options.mapped else None)
     for name, what in WHAT.items():
         print(f"{what:75}", f"{found[name]:,.0f} bytes" if name.endswith("bytes") else f"{found[name]:.4f} s")
-    record = {"date": datetime.date.today().isoformat(), **asdict(sizes), "mapped": options.mapped, **found}
+    record = {"date": datetime.date.today().isoformat(), **sizes._asdict(), "mapped": options.mapped, **found}
     (options.folder / "scale.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,19 +1,20 @@
 """Summary of the default benchmarks: what the kernels and the trainer are worth on this machine."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
 from benchmarks.heads import FORWARD, POLICY_LOSS
 from benchmarks.record import Row, groups_of
-from benchmarks.render import mebibytes, seconds, spread
-from exgrpo.tools.bench import FLOOR, PLAIN
+from benchmarks.render import cell, table_of
+from benchmarks.timing import FLOOR, PLAIN
 
 HEAD = re.compile(rf"({POLICY_LOSS}|{FORWARD}) (\w+) (\d+)x(\d+)x(\d+)$")
 STEP = "training step: "
 HEAD_COLUMNS = ("policy loss", "time / ours", "floor / time", "peak MiB", "log-probs", "time / ours", "floor / time")
+TIMES = ("median", "times_ours", "floor_over_time")
+STEP_KEYS = ("row", "median", "times_trl", "token_times_trl", "peak_bytes", "memory_times_trl")
 STEP_COLUMNS = ("one step", "time / TRL", "time per token / TRL", "peak MiB", "peak / TRL")
 Size = dict[str, dict[str, Row]]
 """Rows of one size by name and operation."""
@@ -38,39 +39,21 @@ def sizes_of(rows: Sequence[Row]) -> dict[str, Size]:
 def tables(rows: Sequence[Row]) -> Iterator[Table]:
     """Yield a table of heads, and one of training steps."""
     if sizes := sizes_of(rows):
-        table = _table("Policy loss, forward and backward, and log-probs, forward", HEAD_COLUMNS)
+        table = table_of("Policy loss, forward and backward, and log-probs, forward", HEAD_COLUMNS)
         for size, by_name in sizes.items():
             table.add_section()
             table.add_row(f"[bold]{size}")
             for name, by_operation in by_name.items():
                 loss, forward = (by_operation.get(operation, {}) for operation in (POLICY_LOSS, FORWARD))
-                cells = [*_times(loss), _text(mebibytes, (loss or forward).get("peak_bytes")), *_times(forward)]
-                table.add_row(f"  {name}{' WRONG' * (loss.get('wrong', False) or forward.get('wrong', False))}", *cells)
+                times = [[cell(row, key) for key in TIMES] for row in (loss, forward)]
+                wrong = " WRONG" * (loss.get("wrong", False) or forward.get("wrong", False))
+                table.add_row(f"  {name}{wrong}", *times[0], cell(loss or forward, "peak_bytes"), *times[1])
         yield table
     for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
-        table = _table(group.capitalize(), STEP_COLUMNS)
+        table = table_of(group.capitalize(), STEP_COLUMNS)
         for row in steps:
-            ratios = [_text(spread, row.get(key)) for key in ("times_trl", "token_times_trl")]
-            memory = [_text(mebibytes, row["peak_bytes"]), _text("{:.2f}".format, row.get("memory_times_trl"))]
-            table.add_row(row["row"], seconds(row["median"]), *ratios, *memory)
+            table.add_row(*(cell(row, key) for key in STEP_KEYS))
         yield table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table("", title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _text(form: Callable[[Any], str], value: Any) -> str:
-    return "" if value is None else form(value)
-
-
-def _times(row: Row) -> list[str]:
-    ratio = "{:.2f}".format
-    keys = (("median", seconds), ("times_ours", ratio), ("floor_over_time", ratio))
-    return [_text(form, row.get(key)) for key, form in keys]
 
 
 def share(value: float) -> str:
@@ -85,15 +68,13 @@ def sentences(rows: Sequence[Row], ours: str) -> Iterator[str]:
         if not any(POLICY_LOSS in of_row for of_row in by_name.values()):
             operation, words = FORWARD, "log-probs take"
         found = {name: of_row[operation] for name, of_row in by_name.items() if operation in of_row}
-        others = [row for name, row in found.items() if name not in (ours, PLAIN)]
         if ours not in found or PLAIN not in found:
             continue
         text = f"{size}: {words} {share(1 / found[PLAIN]['times_ours'])} of the time of full logits"
         text += _memory(found[ours], found[PLAIN])
-        if others:
-            fastest = others[0]
-            text += f"; {share(1 / fastest['times_ours'])} of the time of the fastest other, {fastest['row']},"
-            text += _memory(found[ours], fastest)
+        if others := [row for name, row in found.items() if name not in (ours, PLAIN)]:
+            text += f"; {share(1 / others[0]['times_ours'])} of the time of the fastest other, {others[0]['row']},"
+            text += _memory(found[ours], others[0])
         yield f"{text}."
     for group, steps in groups_of(row for row in rows if row["group"].startswith(STEP)).items():
         parts = []

@@ -41,27 +41,18 @@ def graded(
 
 
 def filled_arrays(questions: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The arrays of a memory that holds so many."""
-    # What whole and mixed groups show: m of K and m of K-1.
+    """Return the arrays of a memory of this many questions."""
+    # Success counts of whole and mixed groups: m of K and m of K-1.
     rows = rng.integers(SAMPLES - 1, SAMPLES + 1, questions)
-    count = SAMPLES * rng.integers(1, rows) / rows
-    return {
-        "count": count,
-        "asked": rng.integers(0, STEPS, questions),
-        "times": rng.integers(1, 4, questions),
-        "shown": count,
-        "earlier": count,
-        "retired": np.zeros(questions, np.uint8),
-    }
+    counts = dict.fromkeys(("count", "shown", "earlier"), SAMPLES * rng.integers(1, rows) / rows)
+    asked, times = rng.integers(0, STEPS, questions), rng.integers(1, 4, questions)
+    return {**counts, "asked": asked, "times": times, "retired": np.zeros(questions, np.uint8)}
 
 
 def filled_columns(stored: int, rng: np.random.Generator) -> dict[str, Any]:
-    """What so many stored answers have of their groups."""
-    return {
-        "advantage": rng.normal(size=stored),
-        "successes": rng.integers(1, SAMPLES, stored),
-        "answers": np.full(stored, SAMPLES),
-    }
+    """Return the columns of this many stored answers that describe their groups."""
+    successes = rng.integers(1, SAMPLES, stored)
+    return {"advantage": rng.normal(size=stored), "successes": successes, "answers": np.full(stored, SAMPLES)}
 
 
 class Experience:
@@ -86,9 +77,6 @@ class Experience:
     def store(self, batch: StepBatch) -> StepBatch:
         self.replay.store(batch, self.step)
         return batch
-
-    def stored(self) -> StepBatch:
-        return self.store(self.batch())
 
     def settle(self, batch: StepBatch) -> StepBatch:
         return self.replay.settle(batch, QUESTIONS_PER_STEP, self.step)
@@ -129,7 +117,7 @@ def test_method(benchmark, groups, experience, what):
     if what == "plan":
         benchmark.pedantic(experience.plan, rounds=ROUNDS, warmup_rounds=1)
     elif what == "take in":
-        benchmark.pedantic(experience.store, setup=lambda: ((experience.batch(),), {}), rounds=ROUNDS)
+        benchmark.pedantic(experience.store, setup=lambda: ([experience.batch()], {}), rounds=ROUNDS)
     else:
-        benchmark.pedantic(experience.settle, setup=lambda: ((experience.stored(),), {}), rounds=ROUNDS)
+        benchmark.pedantic(experience.settle, setup=lambda: ([experience.store(experience.batch())], {}), rounds=ROUNDS)
     groups.rows.append({"group": benchmark.group, "median": benchmark.stats.stats.median, **benchmark.extra_info})

@@ -1,17 +1,14 @@
 """Policy loss over allowed-token sets, forward and backward, against the whole vocabulary and a dense mask."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.heads import POLICY_LOSS, Case, default_backend, make_problem
-from benchmarks.measure import Budget, Results, race
-from benchmarks.timing import CLOCK, budget
+from benchmarks.heads import OLD_NOISE, POLICY_LOSS, Case, LossInputs, default_backend, make_problem, plain_loss
+from benchmarks.timing import Budget, Call, Results, clock, race
 from exgrpo import kernels
-from exgrpo.tools.bench import OLD_NOISE, LossInputs, plain_loss
 
 OURS = f"exgrpo {default_backend()}"
 ROWS = (OURS, f"{OURS}, whole vocabulary", "full logits, dense mask")
@@ -44,34 +41,25 @@ def make_sets(problem: LossInputs) -> tuple[Tensor, Tensor]:
     return torch.cat(found).int(), torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
 
 
-def masked(hidden: Tensor, weight: Tensor, target: Tensor, allowed_tokens: tuple[Tensor, Tensor]) -> Tensor:
-    """Return log-probs by all logits and a mask [T, V], as slime computes them."""
-    ids, offsets = allowed_tokens
-    logits = (hidden @ weight.T).float()
-    allowed = torch.zeros_like(logits, dtype=torch.bool)
-    allowed[torch.repeat_interleave(offsets.diff()), ids.long()] = True
-    log_prob = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1)
-    return log_prob.gather(-1, target[:, None]).squeeze(-1)
-
-
 def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: Budget) -> Results:
     """Compare the gradients of both implementations with sets, then measure times and memory of all rows."""
     problem = make_problem(Case(POLICY_LOSS, *shape, dtype), device)
-    allowed_tokens = make_sets(problem)
+    ids, offsets = allowed_tokens = make_sets(problem)
     hidden, weight, target = problem[:3]
 
     def log_prob() -> Tensor:
-        return masked(hidden, weight, target, allowed_tokens)
+        """Return log-probs [T] by all logits and a mask [T, V], as slime computes them."""
+        logits = (hidden @ weight.T).float()
+        allowed = torch.zeros_like(logits, dtype=torch.bool)
+        allowed[torch.repeat_interleave(offsets.diff()), ids.long()] = True
+        return logits.masked_fill(~allowed, -torch.inf).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
     with torch.no_grad():
         problem = problem._replace(old_log_prob=log_prob() + OLD_NOISE * torch.randn_like(problem.old_log_prob))
 
-    def ours(allowed_tokens: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-        tokens = target, problem.old_log_prob, problem.advantage
-        loss = kernels.linear_policy_loss(
-            hidden, weight, *tokens, normalizer=len(target), allowed_tokens=allowed_tokens
-        ).loss
-        return torch.autograd.grad(loss, (hidden, weight))
+    def ours(sets: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        result = kernels.linear_policy_loss(*problem, normalizer=len(target), allowed_tokens=sets)
+        return torch.autograd.grad(result.loss, (hidden, weight))
 
     def plain() -> tuple[Tensor, ...]:
         return torch.autograd.grad(plain_loss(log_prob(), problem), (hidden, weight))
@@ -79,24 +67,17 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
     for mine, theirs in zip(ours(allowed_tokens), plain(), strict=True):
         tolerance = 1e-3 if dtype == torch.float32 else 0.1  # plain torch rounds the logits to bf16
         assert (mine - theirs).float().norm() < tolerance * theirs.float().norm()
-    facts: dict[str, object] = {
-        "pairs": len(allowed_tokens[0]),
-        "alone": (allowed_tokens[1].diff() == 1).float().mean().item(),
-    }
-    calls: dict[str, Callable[[], object]] = {
-        ROWS[0]: partial(ours, allowed_tokens),
-        ROWS[1]: partial(ours, None),
-        ROWS[2]: plain,
-    }
+    facts = {"pairs": len(ids), "alone": (offsets.diff() == 1).float().mean().item()}
+    rows: tuple[Call, ...] = (partial(ours, allowed_tokens), partial(ours, None), plain)
+    calls = dict(zip(ROWS, rows, strict=True))
     return race(calls, device, budget, dict.fromkeys(ROWS, facts))
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.benchmark(timer=clock)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_kept(benchmark, groups, options, device, dtype, row):
-    sizes = options.sizes
-    shape = FULL_GPU if sizes == "full" and device.type == "cuda" else SHAPES[sizes]
+def test_kept(benchmark, groups, options, budget, device, dtype, row):
+    shape = FULL_GPU if options.sizes == "full" and device.type == "cuda" else SHAPES[options.sizes]
     group = f"policy loss over kept sets {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-    groups.report(group, row, partial(measure, shape, dtype, device, budget(options, device)), benchmark)
+    groups.report(group, row, partial(measure, shape, dtype, device, budget), benchmark)

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measure import Result, Results
 from benchmarks.programs import answer_of
-from benchmarks.timing import CLOCK
+from benchmarks.timing import Result, Results, clock, paired_ratio
 from benchmarks.workloads import DEFAULT, Workload, workloads
-from exgrpo.tools.timing import paired_ratio
 
 TRANSFORMERS = "transformers"
 ROWS = (TRANSFORMERS, "vllm", "server")
@@ -25,7 +23,7 @@ def results(numbers: dict[str, Any]) -> Results:
     for name, rounds in numbers["rounds"].items():
         facts = {
             key: statistics.median(of_round[key] for of_round in rounds)
-            for key in ("tokens_per_second", "push", "wake", "sleep", "prefix_cache_hits")
+            for key in ("tokens_per_second", "push", "wake", "sleep")
         }
         facts["weight_gap"] = numbers["gaps"][name]
         facts["times_transformers"] = paired_ratio(per_token[name], per_token[TRANSFORMERS])
@@ -53,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(3600)
-@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.benchmark(timer=clock)
 def test_rollouts(benchmark, groups, tmp_path, model, options_in, row):
     def measure() -> Results:
         return results(answer_of("benchmarks.rollouts", tmp_path / "rounds.json", *options_in(tmp_path)))

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measure import Result, Results
 from benchmarks.programs import ProgramError, answer_of
-from benchmarks.timing import CLOCK
+from benchmarks.timing import LOG, Result, Results, clock, paired_ratio, paired_spread
 from benchmarks.workloads import Workload, workloads
-from exgrpo.tools.timing import LOG, paired_ratio, paired_spread
 
 Facts = dict[str, Any]
 TRL, ON_POLICY, EXGRPO = "trl", "on-policy", "exgrpo"
@@ -30,13 +28,11 @@ WITHOUT_REPLAY = {EXGRPO: ON_POLICY, **dict.fromkeys((VLLM, PLAIN, FP16), ON_POL
 
 def missing(workload: Workload) -> dict[str, str]:
     """Return the rows that cannot run here, with the reason."""
-    lacking = {
-        row: f"{name} is not installed: pip install {package}"
-        for row, (name, package) in NEEDS.items()
-        if importlib.util.find_spec(name) is None
-    }
-    of_gpus = {} if workload.dtype == "bf16" else dict.fromkeys(ON_GPU, "it is measured on GPUs only")
-    return {**lacking, **of_gpus}
+    reasons = {} if workload.dtype == "bf16" else dict.fromkeys(ON_GPU, "it is measured on GPUs only")
+    for row, (name, package) in NEEDS.items():
+        if importlib.util.find_spec(name) is None:
+            reasons.setdefault(row, f"{name} is not installed: pip install {package}")
+    return reasons
 
 
 def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]]]:
@@ -60,22 +56,13 @@ def programs(workload: Workload, folder: Path) -> dict[str, tuple[str, list[str]
     }
 
 
-def per_token(step: Facts) -> float:
-    """Return a step's seconds per generated token: the programs draw answers of different lengths."""
-    return step["seconds"] / step["generated_tokens"]
-
-
 def seconds_of(steps: Sequence[Facts]) -> list[float]:
     return [step["seconds"] for step in steps]
 
 
-def compared(steps: Sequence[Facts], others: Sequence[Facts], name: str) -> Facts:
-    """Return time, time per generated token and memory of one row relative to another."""
-    return {
-        f"times_{name}": paired_spread(seconds_of(steps), seconds_of(others)),
-        f"token_times_{name}": paired_spread([*map(per_token, steps)], [*map(per_token, others)]),
-        f"memory_times_{name}": steps[-1]["peak_bytes"] / others[-1]["peak_bytes"],
-    }
+def per_token(steps: Sequence[Facts]) -> list[float]:
+    """Return the seconds per generated token: the programs draw answers of different lengths."""
+    return [step["seconds"] / step["generated_tokens"] for step in steps]
 
 
 def results(steps: dict[str, list[Facts]]) -> Results:
@@ -85,17 +72,19 @@ def results(steps: dict[str, list[Facts]]) -> Results:
             "phases": {p: statistics.median(step["phases"][p] for step in of_row) for p in of_row[0]["phases"]},
             "replayed": statistics.mean(step.get("replayed", 0) for step in of_row),
             "generated_tokens": statistics.mean(step["generated_tokens"] for step in of_row),
-            "seconds_per_token": statistics.median(map(per_token, of_row)),
+            "seconds_per_token": statistics.median(per_token(of_row)),
             "children_bytes": of_row[-1].get("children_bytes"),
-            "tokens_per_second": statistics.median(1 / per_token(step) for step in of_row),
+            "tokens_per_second": 1 / statistics.median(per_token(of_row)),
         }
         if all("mismatch" in step for step in of_row):
             facts["mismatch"] = statistics.mean(step["mismatch"] for step in of_row)
         if shares := of_row[0].get("mfu"):
             facts["mfu"] = {p: statistics.median(step["mfu"].get(p, 0.0) for step in of_row) for p in shares}
         theirs = TRL_VLLM if name in (VLLM, *ON_GPU) and TRL_VLLM in steps else TRL
-        if theirs in steps:
-            facts |= compared(of_row, steps[theirs], "trl")
+        if others := steps.get(theirs):
+            facts["times_trl"] = paired_spread(seconds_of(of_row), seconds_of(others))
+            facts["token_times_trl"] = paired_spread(per_token(of_row), per_token(others))
+            facts["memory_times_trl"] = of_row[-1]["peak_bytes"] / others[-1]["peak_bytes"]
         if (without := WITHOUT_REPLAY.get(name)) in steps:
             facts["times_on_policy"] = paired_ratio(seconds_of(of_row), seconds_of(steps[without]))
         rows[name] = Result(tuple(seconds_of(of_row)), peak_bytes=of_row[-1]["peak_bytes"], facts=facts)
@@ -131,7 +120,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.usefixtures("real_steps")
 @pytest.mark.timeout(10800)
-@pytest.mark.benchmark(timer=CLOCK)
+@pytest.mark.benchmark(timer=clock)
 def test_training_step(benchmark, groups, options, tmp_path, workload, row, request):
     chosen = [
         item.callspec.params["row"]

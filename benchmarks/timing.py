@@ -1,46 +1,150 @@
-"""Measurement of groups of rows, reported to pytest-benchmark one by one.
+"""Calls timed in turns, reported to pytest-benchmark one by one.
 
-pytest-benchmark times one test after the other. Here the first test of a group measures the whole group, round by round
-(`exgrpo.tools.timing`), and each test then reports the times of its own row.
+pytest-benchmark times one test after the other: on a machine whose clock or load changes, the ratio of two rows would
+be the ratio of two moments. Here the first test of a group measures the whole group, round by round, and each test then
+reports the times of its own row.
 """
 
+import gc
+import logging
 import math
 import statistics
 import time
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.heads import FLOOR, OURS
-from benchmarks.measure import Budget, Results
-from exgrpo.tools.timing import FEWEST_ROUNDS, LOG, paired_ratio
+from benchmarks.memory import peak_bytes
 
-BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, FEWEST_ROUNDS, patience=3.0), "full": Budget(20.0)}
-"""By `--sizes`, on a CPU."""
-GPU_SHARE = 0.25  # of the seconds on a GPU, whose calls are shorter and steadier
+FLOOR, OURS, PLAIN = "floor", "exgrpo", "full logits"
+"""Row names: bare products, prefix of the rows that must not fail, plain torch."""
+FLUSHED_BYTES = 128 << 20
+"""Written between two calls, so that none finds its inputs in a cache: more than most last-level caches hold."""
+MOST_ROUNDS = 50
+LOG = logging.getLogger(__name__)
+"""INFO: the group that is measured; DEBUG: the call that is timed next."""
 
-
-def budget(options: Namespace, device: torch.device) -> Budget:
-    """Return the budget of a group by the options of `conftest`."""
-    found, share = BUDGETS[options.sizes], GPU_SHARE if device.type == "cuda" else 1.0
-    return replace(found, budget=share * found.budget, in_a_row=options.in_a_row)
+Call = Callable[[], Any]
 
 
-class Clock:
-    """A timer for pytest-benchmark that returns the time set in `now`."""
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the rounds of a group."""
 
-    __name__ = "interleaved"
-    now = 0.0
+    seconds: float  # to spend on rounds
+    least: int = 5  # rounds that run whatever time they take
+    patience: float = math.inf  # a call that takes this multiple of the fastest one in the first round is in no other
+    in_a_row: int = 1  # calls in each turn: a GPU that is busy before a call has a lower clock and hides launches
 
-    def __call__(self) -> float:
-        return self.now
+
+def wait(device: torch.device) -> None:
+    """Wait until all work of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-CLOCK = Clock()
+def interleave(
+    calls: dict[str, Call], device: torch.device, budget: Budget, *, warm: bool = False
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Return the seconds of each call in each round, and the messages of calls that failed in the warm-up.
+
+    Each call is warmed up once (compiled, its memory taken), unless all are `warm`. A round runs every call once;
+    another one goes first in each. Caches are flushed before every call, the garbage collector is off, and the device
+    is waited for.
+    """
+    stream = torch.empty(FLUSHED_BYTES // 4, device=device)
+
+    def timed(call: Call) -> float:
+        stream.fill_(1.0)
+        wait(device)
+        start = time.perf_counter()
+        for _ in range(budget.in_a_row):
+            call()
+        wait(device)
+        return (time.perf_counter() - start) / budget.in_a_row
+
+    failed = {}
+    for name, call in () if warm else calls.items():
+        LOG.debug("%s: warm-up", name)
+        try:
+            timed(call)
+        except Exception as error:  # whatever a peer raises is the reason why its row is skipped
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    names = [name for name in calls if name not in failed]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        stop, done = time.perf_counter() + budget.seconds, 0
+        while names and (done < budget.least or (done < MOST_ROUNDS and time.perf_counter() < stop)):
+            first = done % len(names)
+            for name in names[first:] + names[:first]:
+                LOG.debug("%s: round %d", name, done + 1)
+                seconds[name].append(timed(calls[name]))
+            done += 1
+            if done == 1:
+                limit = budget.patience * min(times[0] for times in seconds.values())
+                names = [name for name in names if seconds[name][0] <= limit]
+    finally:
+        gc.enable()
+    return seconds, failed
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """Return the median over common rounds of the ratio of times: what the machine did to both rows cancels."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=False))
+
+
+def paired_spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, float, float]:
+    """Return `paired_ratio`, with the quartiles of the rounds' ratios."""
+    ratios = [a / b for a, b in zip(numerator, denominator, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
+    return median, low, high
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measurements of one row."""
+
+    seconds: tuple[float, ...] = ()  # per round; empty if it did not run
+    reason: str = ""  # why it cannot run here
+    failure: str = ""  # the error that it raised
+    peak_bytes: int | None = None  # see `memory.peak_bytes`; None: unknown
+    facts: dict[str, Any] = field(default_factory=dict)  # further numbers to report
+
+
+Results = dict[str, Result]
+
+
+def race(
+    calls: dict[str, Call],
+    device: torch.device,
+    budget: Budget,
+    facts: Mapping[str, dict[str, Any]],
+    *,
+    warm: bool = False,
+) -> Results:
+    """Time calls in turns, see `interleave`, then measure the peak memory of each."""
+    seconds, failed = interleave(calls, device, budget, warm=warm)
+    results = {name: Result(failure=failure) for name, failure in failed.items()}
+    for name, of_row in seconds.items():
+        try:
+            peak = peak_bytes(calls[name], device)
+        except OSError:  # the system keeps no high-water mark
+            peak = None
+        results[name] = Result(tuple(of_row), peak_bytes=peak, facts=facts.get(name, {}))
+    return results
+
+
+NOW = [0.0]
+
+
+def clock() -> float:
+    """Return the time set in NOW: the timer of pytest-benchmark for measured rows."""
+    return NOW[0]
 
 
 @dataclass
@@ -73,7 +177,7 @@ class Groups:
             LOG.info(group)
             self.results[group] = measure()
         results = self.results[group]
-        mine = results[row]
+        mine, ours = results[row], results.get(self.ours)
         if mine.failure and row.startswith(OURS):
             pytest.fail(mine.failure)
         if not mine.seconds:
@@ -82,21 +186,12 @@ class Groups:
         benchmark.extra_info |= {"row": row, "peak_bytes": mine.peak_bytes, **mine.facts}
         if FLOOR in results:
             benchmark.extra_info["floor_over_time"] = paired_ratio(results[FLOOR].seconds, mine.seconds)
-        ours = results.get(self.ours)
         if ours is not None and ours.seconds:
             benchmark.extra_info["times_ours"] = paired_ratio(mine.seconds, ours.seconds)
         self.rows.append({"group": group, "median": statistics.median(mine.seconds), **benchmark.extra_info})
-        _hand_over(benchmark, mine.seconds)
+        times = iter([moment for of_round in mine.seconds for moment in (0.0, of_round)])
 
+        def tick() -> None:
+            NOW[0] = next(times)
 
-def _hand_over(benchmark: Any, seconds: Sequence[float]) -> None:
-    """Report measured times to pytest-benchmark, whose timer must be CLOCK, as one round each."""
-    remaining = iter(seconds)
-
-    def rewind() -> None:
-        CLOCK.now = 0.0
-
-    def advance() -> None:
-        CLOCK.now = next(remaining)
-
-    benchmark.pedantic(advance, setup=rewind, rounds=len(seconds))
+        benchmark.pedantic(tick, setup=tick, rounds=len(mine.seconds))  # each round begins at 0 for `clock`

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import profile
 
-from benchmarks.memory import peak
+from benchmarks.memory import program_peak
 from exgrpo.train.common.distributed import start
 from exgrpo.train.config.recipe import parse_args
 from exgrpo.train.metrics.utilisation import FORWARD, Utilisation
@@ -34,12 +34,11 @@ def facts_of(result: StepResult | None, utilisation: Utilisation) -> dict[str, A
     used = utilisation.metrics(result.work, metrics)
     shares = {phase: used[f"mfu/{phase}"] for phase in (*FORWARD, "update")}
     return {
-        **peak(),
+        **program_peak(),
         "mfu": {phase: share for phase, share in shares.items() if not math.isnan(share)},
         "phases": {phase: metrics[f"seconds/{phase}"] for phase in PHASES},
         "generated_tokens": int(result.batch.length[result.batch.fresh].sum()),
         "replayed": metrics["replayed"],
-        "reward": metrics["reward"],
         **({"mismatch": metrics["mismatch/mean"]} if "mismatch/mean" in metrics else {}),
     }
 

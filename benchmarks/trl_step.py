@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.memory import peak
+from benchmarks.memory import program_peak
 from benchmarks.programs import coin
 from exgrpo.train.metrics.utilisation import PhaseClock
 
@@ -24,21 +25,15 @@ class TimedTrainer(GRPOTrainer):
     """GRPOTrainer with a clock around its phases."""
 
     def begin_step(self) -> None:
-        self.clock, self.reward, self.tokens = PhaseClock(), 0.0, 0
+        self.begin, self.clock, self.tokens = time.perf_counter(), PhaseClock(), 0
 
     def facts(self) -> dict[str, Any]:
-        """Return the measurements of the step; all but generation, rewards and scores is the update."""
-        seconds = self.clock.seconds
-        score = seconds["answers"] - seconds["generate"] - seconds["grade"]
-        update = seconds["step"] - seconds["answers"]
-        phases = {"generate": seconds["generate"], "grade": seconds["grade"], "score": score, "update": update}
-        return {
-            "seconds": seconds["step"],
-            "phases": phases,
-            "generated_tokens": self.tokens,
-            "reward": self.reward,
-            **peak(),
-        }
+        """Return the measurements of the step so far; all but generation, rewards and scores is the update."""
+        seconds = time.perf_counter() - self.begin
+        answers, generate, grade = (self.clock.seconds[name] for name in ("answers", "generate", "grade"))
+        phases = {"generate": generate, "grade": grade, "score": answers - generate - grade}
+        phases["update"] = seconds - answers
+        return {"seconds": seconds, "phases": phases, "generated_tokens": self.tokens, **program_peak()}
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self.clock("answers"):
@@ -52,9 +47,7 @@ class TimedTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock("grade"):
-            rewards = super()._calculate_rewards(*args, **kwargs)
-        self.reward = float(rewards.mean())
-        return rewards
+            return super()._calculate_rewards(*args, **kwargs)
 
 
 class Steps(TrainerCallback):
@@ -66,18 +59,12 @@ class Steps(TrainerCallback):
         self.trainer: TimedTrainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._begin()
+        self.trainer.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.updates == 0:
-            self._step.__exit__(None, None, None)
             self.facts.append(self.trainer.facts())
-            self._begin()
-
-    def _begin(self) -> None:
-        self.trainer.begin_step()
-        self._step = self.trainer.clock("step")
-        self._step.__enter__()
+            self.trainer.begin_step()
 
 
 def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -87,8 +74,7 @@ def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 
 def config_of(own: argparse.Namespace) -> GRPOConfig:
     """Return a configuration of the same step as ours; all else is TRL's default."""
-    rows = own.groups * own.samples
-    accumulation = rows // own.updates // own.pass_rows
+    accumulation = own.groups * own.samples // own.updates // own.pass_rows
     return GRPOConfig(
         output_dir=str(own.output),
         model_init_kwargs={"dtype": "float32"},
@@ -120,7 +106,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     for name in ("model", "questions", "output"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("steps", "groups", "samples", "max-prompt-tokens", "max-tokens", "updates", "pass-rows"):
+    for name in ("steps", "groups", "samples", "max_prompt_tokens", "max_tokens", "updates", "pass_rows"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the passes; weights are fp32")

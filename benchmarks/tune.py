@@ -15,12 +15,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from benchmarks.heads import ENTROPY_COEF
+from benchmarks.inputs import make_inputs
+from benchmarks.timing import Budget, interleave
 from exgrpo.kernels import linear_policy_loss
 from exgrpo.kernels.backend_choice import architecture
 from exgrpo.kernels.dispatch import unavailable
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import LaunchPlan
-from exgrpo.tools.timing import ENTROPY_COEF, Shape, interleave, make_inputs
 
 ROWS = tuple(product((1024, 2048, 4096, 8192, 16384), (4, 8, 16)))
 TILES = (
@@ -57,7 +59,7 @@ def fastest(plans: Sequence[LaunchPlan], run: Run, device: torch.device, budget:
             print(f"  {plan}: skipped, its results are wrong", flush=True)
         else:
             calls[plan] = partial(run, plan)
-    seconds, _ = interleave({str(plan): call for plan, call in calls.items()}, device, budget)
+    seconds, _ = interleave({str(plan): call for plan, call in calls.items()}, device, Budget(budget))
     times = {plan: median(seconds[str(plan)]) for plan in calls}
     for plan, time in times.items():
         print(f"  {plan}: {time * 1e3:.3f} ms", flush=True)
@@ -65,11 +67,11 @@ def fastest(plans: Sequence[LaunchPlan], run: Run, device: torch.device, budget:
     return best if times[best] < (1 - NOISE) * times[plans[0]] else plans[0]
 
 
-def tune(shape: Shape, dtype: torch.dtype, device: torch.device, seconds: float) -> tuple[str, LaunchPlan]:
-    """Return the key and the fastest plan for heads of a shape: row kernels, then tiles, then the kind of product."""
-    hidden, weight, target, _ = make_inputs(*shape, dtype, device)
+def tune(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: float) -> tuple[str, LaunchPlan]:
+    """Return the key and the fastest plan for heads of T, D, V: row kernels, then tiles, then the kind of product."""
+    hidden, weight, target, _ = make_inputs(*size, dtype, device)
     hidden.requires_grad_()
-    advantage = torch.ones(shape.tokens, device=device)
+    advantage = torch.ones(size[0], device=device)
 
     def loss() -> Tensor:
         old = torch.zeros_like(advantage)
@@ -78,18 +80,18 @@ def tune(shape: Shape, dtype: torch.dtype, device: torch.device, seconds: float)
         )
         return torch.autograd.grad(result.loss, (hidden, weight))[0].float()
 
-    width = "wide" if shape.width >= launch.WIDE else "narrow"
+    width = "wide" if size[1] >= launch.WIDE else "narrow"
     key = f"{architecture(device)} {str(dtype).removeprefix('torch.')} {width}"
-    plan = launch.planned(architecture(device), dtype, shape.width)
+    plan = launch.planned(architecture(device), dtype, size[1])
     run = partial(run_with, key=key, loss=loss)
     by_library = replace(plan, fused=False)
     rows = [replace(by_library, rows=launch.Launch(*numbers)) for numbers in ROWS]
-    by_library = fastest([by_library, *rows], run, device, seconds / 3)
+    by_library = fastest([by_library, *rows], run, device, budget / 3)
     if dtype not in (torch.bfloat16, torch.float16):
         return key, by_library
     fused = replace(by_library, fused=True)
-    fused = fastest([fused, *(replace(fused, tile=launch.Tile(*t)) for t in TILES)], run, device, seconds / 3)
-    return key, fastest([by_library, fused], run, device, seconds / 3)
+    fused = fastest([fused, *(replace(fused, tile=launch.Tile(*t)) for t in TILES)], run, device, budget / 3)
+    return key, fastest([by_library, fused], run, device, budget / 3)
 
 
 def main(argv: list[str]) -> int:
@@ -104,7 +106,7 @@ def main(argv: list[str]) -> int:
     if reason := unavailable("triton", device):
         print(f"error: nothing to tune here: {reason}", file=sys.stderr)
         return 2
-    key, plan = tune(Shape(*options.shape), getattr(torch, options.dtype), device, 60 * options.minutes)
+    key, plan = tune(tuple(options.shape), getattr(torch, options.dtype), device, 60 * options.minutes)
     options.output.write_text(f'"{key}": {plan}\n', encoding="utf-8")
     print(options.output)
     return 0

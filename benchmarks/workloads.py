@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.programs import QUIET, REWARD, ROOT
+from benchmarks.programs import QUIET, REWARD, ROOT, words
 
 RECIPE = ROOT / "exgrpo" / "assets" / "arithmetic" / "recipe.yaml"
 QUESTIONS = 6000
@@ -30,37 +30,23 @@ STEADY = 4.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with its questions, and the sizes of a training step.
-
-    Attributes:
-        model: writes the model to a path, or finds one; returns its folder.
-        questions: returns objects with a question and an answer.
-        groups: questions per training step.
-        samples: answers per question.
-        updates: optimiser steps per training step.
-        pass_tokens: padded tokens per forward pass of exgrpo; None: from its memory plan.
-        pass_rows: sequences per forward pass of TRL.
-        batch_tokens: tokens that exgrpo generates at once.
-        warmup: untimed first steps, which allocate memory and store answers to replay.
-        dtype: compute dtype, fp32 or bf16; master weights stay fp32.
-        options: further options of exgrpo, by name.
-    """
+    """A model with its questions, and the sizes of a training step."""
 
     name: str
-    model: Callable[[Path], Path]
-    questions: Callable[[], Iterable[Any]]
-    groups: int
-    samples: int
+    model: Callable[[Path], Path]  # writes the model to a path, or finds one; returns its folder
+    questions: Callable[[], Iterable[Any]]  # objects with a question and an answer
+    groups: int  # questions per training step
     max_tokens: int
     max_prompt_tokens: int
-    updates: int
-    lr: float
-    pass_tokens: int | None
-    pass_rows: int
-    batch_tokens: int
-    warmup: int
-    dtype: str = "fp32"
-    options: Mapping[str, object] = field(default_factory=dict)
+    pass_tokens: int | None  # padded tokens per forward pass of exgrpo; None: from its memory plan
+    pass_rows: int  # sequences per forward pass of TRL
+    batch_tokens: int  # tokens that exgrpo generates at once
+    lr: float = 1e-6
+    samples: int = 8  # answers per question
+    warmup: int = 1  # untimed first steps, which allocate memory and store answers to replay
+    updates: int = 2  # optimiser steps per training step
+    dtype: str = "fp32"  # of the passes, or bf16; master weights stay fp32
+    options: Mapping[str, object] = field(default_factory=dict)  # further options of exgrpo, by name
 
     def write_questions(self, path: Path) -> None:
         path.write_text("".join(json.dumps(question) + "\n" for question in self.questions()), encoding="utf-8")
@@ -88,28 +74,13 @@ class Workload:
             **self.options,
             **changes,
         }
-        return [*(str(part) for name, value in options.items() for part in (f"--{name}", value)), *QUIET]
+        return [*words(options), *QUIET]
 
     def trl(self, model: Path, questions: Path, output: Path) -> list[str]:
         """Return the options of `benchmarks.trl_step`."""
-        options = {
-            "model": model,
-            "questions": questions,
-            "output": output,
-            "groups": self.groups,
-            "samples": self.samples,
-            "max-prompt-tokens": self.max_prompt_tokens,
-            "max-tokens": self.max_tokens,
-            "updates": self.updates,
-            "lr": self.lr,
-            "pass-rows": self.pass_rows,
-            "dtype": self.dtype,
-        }
-        return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-
-
-def arithmetic(_: Path) -> Path:
-    return RECIPE.parent
+        sizes = ("groups", "samples", "max_prompt_tokens", "max_tokens", "updates", "pass_rows", "lr", "dtype")
+        own = {name: getattr(self, name) for name in sizes}
+        return words({"model": model, "questions": questions, "output": output, **own})
 
 
 def arithmetic_questions() -> Iterable[dict[str, str]]:
@@ -128,36 +99,30 @@ def smollm2(folder: Path) -> Path:
 
 
 DEFAULT = Workload(
-    name="default run",
-    model=arithmetic,
-    questions=arithmetic_questions,
+    "default run",
+    lambda _: RECIPE.parent,
+    arithmetic_questions,
     groups=64,
-    samples=8,
     max_tokens=80,
     max_prompt_tokens=64,
-    updates=2,
-    lr=1e-4,
     pass_tokens=16384,
     # Of 32, 64, 128 and 256 rows, with gradient accumulation for the rest, 256 without accumulation is the fastest:
     # by 2 % over 128, 5 % over 64 and 7 % over 32. It takes most memory: 1684 MiB, the others 1312, 1084 and 1033.
     pass_rows=256,
     batch_tokens=32768,
+    lr=1e-4,
     warmup=3,
 )
 SMOLLM2 = Workload(
-    name="SmolLM2-135M",
-    model=smollm2,
-    questions=arithmetic_questions,
+    "SmolLM2-135M",
+    smollm2,
+    arithmetic_questions,
     groups=4,
-    samples=8,
     max_tokens=128,
     max_prompt_tokens=192,
-    updates=2,
-    lr=1e-6,
     pass_tokens=1024,  # about a question's eight answers
     pass_rows=8,
     batch_tokens=16384,
-    warmup=1,
 )
 
 
@@ -176,8 +141,8 @@ def write_model(config: LlamaConfig, folder: Path) -> None:
         layer.mlp.down_proj.weight[0] = 0
     model.lm_head.weight[END, 0] = -STEADY
     model.save_pretrained(folder)
-    words = {"<end>": END, **{f"w{i}": i for i in range(1, config.vocab_size)}}
-    tokens = Tokenizer(WordLevel(words, unk_token="w1"))
+    ids = {"<end>": END, **{f"w{i}": i for i in range(1, config.vocab_size)}}
+    tokens = Tokenizer(WordLevel(ids, unk_token="w1"))
     tokens.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokens, eos_token="<end>", pad_token="<end>", bos_token="<end>"
@@ -190,77 +155,35 @@ def random_questions(vocabulary: int, count: int = 4000) -> Iterator[dict[str, s
     """Yield questions of PROMPT words of a random model's vocabulary."""
     rng = random.Random(0)
     for _ in range(count):
-        words = " ".join(f"w{rng.randrange(1, vocabulary)}" for _ in range(PROMPT))
-        yield {"question": words, "answer": "w1"}
+        yield {"question": " ".join(f"w{rng.randrange(1, vocabulary)}" for _ in range(PROMPT)), "answer": "w1"}
 
 
 def qwen(shape: tuple[int, int, int, int], vocabulary: int, folder: Path) -> Path:
-    """Write a model with the shape of a Qwen2.5, a key of QWENS, with random weights; return its folder.
+    """Write a model with the shape of a Qwen2.5, a value of QWENS, with random weights; return its folder.
 
     It is a Llama without the biases of queries, keys and values: for a Qwen2, transformers would read the tokenizer of
     words as one of bytes.
     """
-    width, between, layers, heads = shape
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=between,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=END,
-        eos_token_id=END,
-        pad_token_id=END,
-    )
-    write_model(config, folder)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END)
+    sizes = {"vocab_size": vocabulary, "num_key_value_heads": 2, **dict(zip(names, shape, strict=True))}
+    write_model(LlamaConfig(**sizes, **ends, tie_word_embeddings=True), folder)
     return folder
 
 
-def _qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
+def qwen_workload(name: str, shape: tuple[int, int, int, int], vocabulary: int, **sizes: Any) -> Workload:
     """Return a workload in which all answers have `max_tokens`, in every program."""
-    return Workload(
-        name=name,
-        model=partial(qwen, shape, vocabulary),
-        questions=partial(random_questions, vocabulary),
-        max_prompt_tokens=PROMPT,
-        updates=2,
-        lr=1e-6,
-        warmup=1,
-        **sizes,
-    )
+    model, questions = partial(qwen, shape, vocabulary), partial(random_questions, vocabulary)
+    return Workload(name, model, questions, max_prompt_tokens=PROMPT, **sizes)
 
 
 QWENS = {"Qwen2.5-0.5B": (896, 4864, 24, 14), "Qwen2.5-1.5B": (1536, 8960, 28, 12)}
 """Hidden size, intermediate size, layers, query heads. Both have two key-value heads and a tied head of V = 151,936."""
-ON_GPU = tuple(
-    _qwen_workload(
-        name,
-        shape,
-        151936,
-        groups=16,
-        samples=8,
-        max_tokens=512,
-        pass_tokens=None,
-        pass_rows=16,
-        batch_tokens=131072,
-        dtype="bf16",
-        options={"rollout.kv_cache_gib": None, "policy.gradient_checkpointing": None},
-    )
-    for name, shape in QWENS.items()
-)
-TINY = _qwen_workload(
-    "tiny Qwen2.5",
-    (64, 128, 2, 2),
-    512,
-    groups=4,
-    samples=4,
-    max_tokens=8,
-    pass_tokens=1024,
-    pass_rows=8,
-    batch_tokens=4096,
-    options={"rollout.kv_cache_gib": 0.25},
-)
+SIZES = {"groups": 16, "max_tokens": 512, "pass_tokens": None, "pass_rows": 16, "batch_tokens": 131072, "dtype": "bf16"}
+PLANNED = {"rollout.kv_cache_gib": None, "policy.gradient_checkpointing": None}
+ON_GPU = tuple(qwen_workload(name, shape, 151936, **SIZES, options=PLANNED) for name, shape in QWENS.items())
+FEW = {"groups": 4, "samples": 4, "max_tokens": 8, "pass_tokens": 1024, "pass_rows": 8, "batch_tokens": 4096}
+TINY = qwen_workload("tiny Qwen2.5", (64, 128, 2, 2), 512, **FEW, options={"rollout.kv_cache_gib": 0.25})
 
 
 def workloads(sizes: str) -> tuple[Workload, ...]:

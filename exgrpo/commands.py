@@ -35,7 +35,6 @@ PROGRAMS = {
     "serve": Program("exgrpo.tools.serve", "generate rollouts for a trainer, by vLLM"),
     "experience": Program("exgrpo.tools.experience", "show or export the stored answers of a run, or import others"),
     "doctor": Program("exgrpo.tools.doctor", "check this machine"),
-    "bench": Program("exgrpo.tools.bench", "time the backends of the head against plain torch"),
     "kernels": Program("exgrpo.kernels", "list the kernels' backends of this machine"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }

@@ -10,5 +10,5 @@ def test_each_method_makes_a_step(method, monkeypatch):
     monkeypatch.setattr(benchmark, "SIZE", 1600)
     experience = benchmark.Experience(method)
     assert experience.plan()
-    batch = experience.stored()
+    batch = experience.store(experience.batch())
     assert experience.settle(batch).groups >= batch.groups

@@ -1,17 +1,19 @@
 """The harness: rows compute the same thing, slow is shown as slow, wrong as wrong, and memory as it is."""
 
 import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.conftest import shape_of
 from benchmarks.heads import (
-    CROSS_ENTROPY,
     FORWARD,
     LOG_PROB,
     OPERATIONS,
+    POLICY_LOSS,
     WITH_ENTROPY,
     Case,
     Floor,
@@ -19,15 +21,20 @@ from benchmarks.heads import (
     errors,
     exact,
     full_logits,
+    is_wrong,
     make_problem,
 )
-from benchmarks.measure import ROWS, Budget, measure
+from benchmarks.inputs import make_inputs
+from benchmarks.measure import ROWS, measure
+from benchmarks.memory import peak_bytes
 from benchmarks.peers import PEERS
 from benchmarks.record import read, write
 from benchmarks.render import RESULTS, grids, main, markdown
+from benchmarks.test_head import chosen
+from benchmarks.timing import OURS, Budget, interleave, paired_ratio
 from exgrpo.kernels import linear_policy_loss
+from exgrpo.kernels.dispatch import BACKENDS
 from exgrpo.kernels.inputs import IGNORED
-from exgrpo.tools.timing import interleave, make_inputs, paired_ratio, peak_bytes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -60,16 +67,71 @@ def test_every_row_computes_the_operation_and_tokens_that_are_not_active_do_not_
     """Whatever a row makes of the others: what the active ones give is right, and the others have no gradient."""
     if reason := row.missing(CPU):
         pytest.skip(reason)
-    if operation not in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY):
+    if operation not in (FORWARD, LOG_PROB, WITH_ENTROPY):
         active = 1.0
     some = case(operation, dtype, active)
     problem = make_problem(some, CPU)
     assert problem.active.sum() == some.active_tokens == round(active * SMALL[0])
     assert torch.equal(problem.target == IGNORED, ~problem.active)
     truth = exact(some, problem)
-    assert not errors(some, row, problem, truth).wrong(errors(some, FullLogits(), problem, truth))
+    assert not is_wrong(errors(some, row, problem, truth), errors(some, FullLogits(), problem, truth))
     if truth.gradients and active < 1:
         assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
+
+
+def test_gradients_of_the_policy_loss_are_those_of_finite_differences():
+    some = Case(POLICY_LOSS, 3, 4, 7, torch.float32)
+    problem = make_problem(some, CPU).part(3, torch.float64)
+
+    def loss(hidden, weight):
+        ratio = (full_logits(hidden, weight, problem.target)[0] - problem.old_log_prob).exp()
+        clipped = ratio.clamp(0.8, 1.2) * problem.advantage
+        return -torch.minimum(ratio * problem.advantage, clipped).mean()
+
+    for place, gradient in enumerate(FullLogits().call(some, problem)().gradients):
+        leaves = [x.detach().clone() for x in problem[:2]]
+        leaves[place].view(-1)[5] += 1e-6
+        above = loss(*leaves)
+        leaves[place].view(-1)[5] -= 2e-6
+        # A step of 1e-6 leaves about 1e-10 of rounding in a difference of float64.
+        assert gradient.view(-1)[5].item() == pytest.approx((above - loss(*leaves)).item() / 2e-6, rel=1e-5, abs=1e-8)
+
+
+class Broken(FullLogits):
+    """A row that raises an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.name = "broken"
+
+    def log_prob(self, hidden, weight, target):
+        raise RuntimeError("no such kernel")
+
+
+def test_a_row_that_fails_is_left_out_with_its_reason():
+    results = measure(case(POLICY_LOSS), [FullLogits(), Broken()], CPU, Budget(0.0))
+    assert results["broken"].failure == "RuntimeError: no such kernel"
+    assert not results["broken"].seconds
+    assert results["full logits"].seconds
+
+    def broken():
+        raise RuntimeError("no such kernel\nand so on")
+
+    assert interleave({"broken": broken}, CPU, Budget(0.0)) == ({}, {"broken": "RuntimeError: no such kernel"})
+
+
+def test_a_head_of_ones_own_is_measured_by_every_backend():
+    options = SimpleNamespace(sizes="small", shape=[shape_of("16,8,60,float16"), shape_of("4,8,60")])
+    rows = chosen(options)
+    assert {(one.operation, one.tokens, one.width, one.vocabulary, one.dtype) for _, one, _ in rows} == {
+        (operation, *shape)
+        for operation in (FORWARD, POLICY_LOSS)
+        for shape in ((16, 8, 60, torch.float16), (4, 8, 60, torch.bfloat16))
+    }
+    assert {f"{OURS} {name}" for name in BACKENDS} <= {row.name for _, _, row in rows}
+    for wrong in ("16,8", "16,8,0", "16,8,60,float64", "16,8,60,"):
+        with pytest.raises(ArgumentTypeError, match="is no head"):
+            shape_of(wrong)
 
 
 class HalfTemperature(FullLogits):
@@ -89,7 +151,7 @@ def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
     results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, Budget(0.0))
     assert results[wrong.name].facts["wrong"]
     assert not results["full logits"].facts["wrong"]
-    assert max(results[wrong.name].facts[key] or 0 for key in ("log_prob_error", "gradient_error")) > 0.01
+    assert max(results[wrong.name].facts.get(key, 0) for key in ("log_prob_error", "gradient_error")) > 0.01
     rows = [{"group": "g", "row": wrong.name, "median": 1.0, **results[wrong.name].facts}]
     assert "WRONG" in grids(rows)[0].lines[0]
 
@@ -119,7 +181,7 @@ def test_no_row_can_win_by_leaving_tokens_out():
 def taking(monkeypatch):
     """Makes calls that take so many seconds of a clock that only they move."""
     now = [0.0]
-    monkeypatch.setattr("exgrpo.tools.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("benchmarks.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def call_of(duration):
         def call():
@@ -131,7 +193,7 @@ def taking(monkeypatch):
 
 
 def test_a_slow_row_shows_up_as_slow(taking):
-    seconds, failed = interleave({"floor": taking(0.5), "slow": taking(1.5)}, CPU, 16.0)
+    seconds, failed = interleave({"floor": taking(0.5), "slow": taking(1.5)}, CPU, Budget(16.0))
     assert not failed
     assert seconds == {"floor": [0.5] * 8, "slow": [1.5] * 8}  # as many rounds of two seconds as the budget allows
     assert paired_ratio(seconds["slow"], seconds["floor"]) == 3.0
@@ -139,7 +201,7 @@ def test_a_slow_row_shows_up_as_slow(taking):
 
 def test_a_call_without_patience_for_it_is_timed_once(taking):
     calls = {"fast": taking(0.5), "slow": taking(3.0)}
-    seconds, _ = interleave(calls, CPU, 0.0, least=4, patience=5.0)
+    seconds, _ = interleave(calls, CPU, Budget(0.0, least=4, patience=5.0))
     assert seconds == {"fast": [0.5] * 4, "slow": [3.0]}
     assert paired_ratio(seconds["slow"], seconds["fast"]) == 6.0
 
@@ -163,7 +225,7 @@ def test_every_case_may_compile_anew():
 def test_rows_take_turns_and_each_goes_first():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    interleave(calls, CPU, 0.0)
+    interleave(calls, CPU, Budget(0.0))
     rounds = [order[i : i + 3] for i in range(3, len(order), 3)]  # after the warm-up
     assert len(rounds) == 5
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
@@ -183,17 +245,17 @@ def test_peak_memory_of_a_known_allocation(mebibytes):
 
 @pytest.mark.parametrize("shape", [(512, 64, 1000), (256, 256, 8000)])
 def test_inputs_are_as_sharp_as_a_language_model(shape):
-    inputs = make_inputs(*shape, torch.float32, CPU)
+    hidden, weight, target, entropy = inputs = make_inputs(*shape, torch.float32, CPU)
     again = make_inputs(*shape, torch.float32, CPU)
     assert all(torch.equal(a, b) for a, b in zip(inputs, again, strict=True))
-    entropy = inputs.entropy.double()
+    entropy = entropy.double()
     assert 0.4 < entropy.mean() < 0.8
     assert entropy.median() < 0.3
     assert entropy.quantile(0.99) > 2
-    log_prob = torch.log_softmax((inputs.hidden @ inputs.weight.T).double(), -1)
+    log_prob = torch.log_softmax((hidden @ weight.T).double(), -1)
     assert torch.allclose(-(log_prob.exp() * log_prob).sum(-1), entropy, atol=1e-3)
     # Targets are sampled: their mean surprise is the mean entropy, within four standard errors.
-    surprise = -log_prob.gather(-1, inputs.target[:, None]).squeeze(-1)
+    surprise = -log_prob.gather(-1, target[:, None]).squeeze(-1)
     assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5
 
 

@@ -14,15 +14,15 @@ from benchmarks.workloads import TINY
 
 PEAKS = """
 import json, subprocess, sys
-from benchmarks.memory import peak
-found = [peak()]
+from benchmarks.memory import program_peak
+found = [program_peak()]
 held = bytearray(512 << 20)
 del held
-found.append(peak())
+found.append(program_peak())
 code = "import sys; held = bytearray(64 << 20); del held; print('ready', flush=True); sys.stdin.read()"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
-found.append(peak())
+found.append(program_peak())
 child.kill()
 print(json.dumps(found))
 """

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks import summary
 from benchmarks.conftest import pytest_ignore_collect
-from exgrpo.tools.bench import PLAIN
+from benchmarks.timing import PLAIN
 
 OURS, PEER = "exgrpo cpu", "a peer"
 LOSS, FORWARD = (f"{operation} float32 512x896x32000" for operation in ("policy_loss", "forward"))

@@ -14,7 +14,6 @@ from exgrpo.kernels import backend_choice
 from exgrpo.kernels.triton_chunks import launch
 from exgrpo.kernels.triton_chunks.launch import Launch, Tile
 from exgrpo.kernels.triton_chunks.triton_passes import plan_of
-from exgrpo.tools.timing import Shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 KNOWN = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -76,7 +75,7 @@ def test_the_tuner_chooses_what_the_clock_says(monkeypatch, capsys):
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "run_with", run_with)
     monkeypatch.setattr(tune, "interleave", interleave)
-    assert tune.tune(Shape(6, 16, 40), torch.bfloat16, torch.device("cpu"), 1.0) == ("sm_90 bfloat16 narrow", BEST)
+    assert tune.tune((6, 16, 40), torch.bfloat16, torch.device("cpu"), 1.0) == ("sm_90 bfloat16 narrow", BEST)
     printed = capsys.readouterr().out
     assert "skipped, RuntimeError: out of resource: shared memory\n" in printed
     assert "skipped, its results are wrong" in printed

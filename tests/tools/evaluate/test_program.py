@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exgrpo.tools.evaluate import program
+from exgrpo.tools.evaluate import __main__ as program
 from exgrpo.tools.evaluate.evaluation import engine_settings, fitted
 from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.common import distributed, process

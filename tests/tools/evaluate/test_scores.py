@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy.stats import binomtest
 
+from exgrpo.tools.evaluate.__main__ import write
 from exgrpo.tools.evaluate.evaluation import AnswerFile, verdicts
 from exgrpo.tools.evaluate.options import EvaluationOptions
-from exgrpo.tools.evaluate.program import write
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import RewardConfig

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.tools.experience.__main__ import main
 from exgrpo.tools.experience.convert import ANSWERS, BAD, EMPTY, UNGRADED, UNSCORED, answers_of, cell, import_answers
-from exgrpo.tools.experience.program import main
 from exgrpo.train.common.errors import ConfigError, DataError
 from exgrpo.train.common.step_batch import ENGINE, TRAINER
 from tests.tools.experience.runs import ids, pretrained, questions, rows_of

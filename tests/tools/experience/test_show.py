@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from exgrpo.tools.experience import program
-from exgrpo.tools.experience.program import main
+from exgrpo.tools.experience import __main__ as program
+from exgrpo.tools.experience.__main__ import main
 from exgrpo.tools.experience.show import counts, distributions
 from exgrpo.tools.experience.sources import open_run
 from tests.tools.experience.runs import QUESTIONS, K, make_run, questions, some
@@ -94,7 +94,7 @@ def test_the_package_and_the_tables_need_neither_torch_nor_a_tokenizer(tmp_path)
     run = make_run(tmp_path / "run", some())
     heavy = ("torch", "transformers", "datasets", "matplotlib", "pyarrow")
     script = (
-        f"import sys; from exgrpo.tools.experience.program import main; main(['show', {str(run)!r}]); "
+        f"import sys; from exgrpo.tools.experience.__main__ import main; main(['show', {str(run)!r}]); "
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

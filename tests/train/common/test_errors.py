@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from exgrpo.tools import report, serve
+from exgrpo.tools.evaluate import __main__ as evaluate
 from exgrpo.tools.evaluate import evaluation
-from exgrpo.tools.evaluate import program as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import distributed, errors, process
 from exgrpo.train.common.distributed import ALONE

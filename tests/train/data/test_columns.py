@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from exgrpo.tools.evaluate import program as evaluate
+from exgrpo.tools.evaluate import __main__ as evaluate
 from exgrpo.tools.evaluate.evaluation import load
 from exgrpo.tools.evaluate.options import parse_options
 from exgrpo.train.common.errors import ConfigError, DataError

@@ -7,7 +7,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from exgrpo.tools.evaluate import evaluation, program
+from exgrpo.tools.evaluate import __main__ as program
+from exgrpo.tools.evaluate import evaluation
 from exgrpo.train.common import distributed, process
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Sample

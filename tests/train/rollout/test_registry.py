@@ -162,5 +162,5 @@ def test_every_engine_that_can_be_named_can_be_made():
 
 
 def test_nothing_imports_vllm_before_it_is_chosen():
-    program = "import sys, exgrpo.train.run.loop, exgrpo.tools.evaluate.program; sys.exit('vllm' in sys.modules)"
+    program = "import sys, exgrpo.train.run.loop, exgrpo.tools.evaluate.__main__; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == 0

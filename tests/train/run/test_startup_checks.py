@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from exgrpo.tools.evaluate import program as evaluate
+from exgrpo.tools.evaluate import __main__ as evaluate
 from exgrpo.train import main as program
 from exgrpo.train.common import process
 from exgrpo.train.config import hub
@@ -75,7 +75,7 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
         from contextlib import ExitStack
         from exgrpo.train import main as program
         from exgrpo.tools import doctor, launch
-        from exgrpo.tools.evaluate import program as evaluate
+        from exgrpo.tools.evaluate import __main__ as evaluate
         from exgrpo.tools.evaluate.options import parse_options
         if __name__ == "__main__":
             with ExitStack() as resources:
