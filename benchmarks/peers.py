@@ -1,7 +1,7 @@
 """Implementations from other packages, each called as documented there; missing ones report a reason.
 
-On GPUs their Triton kernels run; on a CPU only those with a path without Triton. Liger's kernels for Hopper need the
-packages listed as GPU_PEERS in the Makefile.
+On GPUs their Triton kernels run; on a CPU only those with a path without Triton. quack-kernels and Liger's
+kernels for Hopper need the packages listed as GPU_PEERS in the Makefile.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.heads import CLIP, FORWARD, WITHOUT_ENTROPY, Implementation, LossInputs
+from benchmarks.heads import CLIP, CROSS_ENTROPY, FORWARD, WITHOUT_ENTROPY, Implementation, LossInputs
 from exgrpo.kernels.inputs import IGNORED
 
 
@@ -50,12 +50,15 @@ class Peer(Implementation):
 
 
 class CrossEntropy(Peer):
-    """A function that returns the cross-entropy of each token, 0 for IGNORED targets."""
+    """A function that returns cross-entropies, each or their sum, 0 for IGNORED targets."""
 
     takes_ignored = True
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         return -self.function(hidden, weight, target, reduction="none"), None
+
+    def cross_entropy(self, problem: LossInputs) -> Tensor:
+        return self.function(problem.hidden, problem.weight, problem.target, reduction="sum")
 
 
 class TorchCrossEntropy(CrossEntropy):
@@ -64,7 +67,7 @@ class TorchCrossEntropy(CrossEntropy):
     It is made for sums: the gradients of single log-probs would take it ten times as long.
     """
 
-    name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD,)
+    name, package, operations = "torch linear_cross_entropy", "torch", (FORWARD, CROSS_ENTROPY)
     quick = False
 
     @cached_property
@@ -194,6 +197,14 @@ class TrlChunked(Peer):
         return tuple(x.new_zeros(target.shape).masked_scatter(kept, x) for x in (log_prob, entropy))
 
 
+class Quack(CrossEntropy):
+    """Dao-AILab's quack: the sum or mean of cross-entropies."""
+
+    name, package, requirement, needs_cuda = "quack", "quack", "quack-kernels==0.6.5", True
+    quick, operations = False, (CROSS_ENTROPY,)
+    source = ("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+
+
 @contextmanager
 def _in_place_of(modules: dict[str, Any]) -> Iterator[None]:
     """Replace modules by these within a context."""
@@ -229,5 +240,6 @@ PEERS: tuple[type[Peer], ...] = (
     VerlTorch,
     VerlTriton,
     TrlChunked,
+    Quack,
     CutCrossEntropy,
 )

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.conftest import shape_of
 from benchmarks.heads import (
+    CROSS_ENTROPY,
     FORWARD,
     LOG_PROB,
     OPERATIONS,
@@ -67,7 +68,7 @@ def test_every_row_computes_the_operation_and_tokens_that_are_not_active_do_not_
     """Whatever a row makes of the others: what the active ones give is right, and the others have no gradient."""
     if reason := row.missing(CPU):
         pytest.skip(reason)
-    if operation not in (FORWARD, LOG_PROB, WITH_ENTROPY):
+    if operation not in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY):
         active = 1.0
     some = case(operation, dtype, active)
     problem = make_problem(some, CPU)
