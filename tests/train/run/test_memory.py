@@ -105,8 +105,7 @@ def test_the_peak_of_the_head(dtype, width, vocabulary, frozen, small_chunks):
     assert measured.peak <= shape.head_bytes(dtype.itemsize, 600, "cpu", frozen=frozen) <= 1.6 * measured.peak
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(2, "fp32"), (4, "bf16")])
 def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     """Padded prompts; the EOS is a token that cannot be sampled. Prompts and cache peak apart: an upper bound."""
     model = llama(num_key_value_heads=kv_heads)

@@ -109,10 +109,12 @@ def test_results_can_be_used(run):
     assert "Plotly.newPlot" in (folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "run", [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.long)], indirect=True
+)
 def test_the_same_seed_gives_the_same_run(run, request):
     folder, _ = run
     ranks = int(request.node.callspec.id[0])
-
     completed(MAIN, *SMALL, f"--output.folder={folder.parent}", "--output.name=again", ranks=ranks)
     again = folder.with_name("again")
     assert untimed(again) == untimed(folder)

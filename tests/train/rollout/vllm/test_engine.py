@@ -121,8 +121,12 @@ def test_log_probs_are_those_of_a_full_forward_at_the_temperature_among_the_allo
 
 def test_begun_answers_go_on_as_the_policy_does_after_prompt_and_beginning(seen):
     largest, mean = (0.2, 3e-2) if seen["name"].endswith("bf16") else (1e-4, 1e-5)
-    assert all(found[0] < largest and found[1] < mean for found in seen["gaps of begun answers"])
+    gaps = *seen["gaps of begun answers"], seen["gap of interrupted answers"]
+    assert all(found[0] < largest and found[1] < mean for found in gaps)
     assert max(seen["lengths of begun answers"]) == MAX_TOKENS
+    begun, whole = seen["lengths of interrupted answers"]
+    assert 0 < max(begun) < max(whole) == MAX_TOKENS
+    assert sum(map(int.__lt__, begun, whole)) > 20
 
 
 def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):
