@@ -34,7 +34,7 @@ def in_two_parts(engine: RolloutEngine, requests: Sequence[Request], first: int)
 
 
 def continued(
-    engine: RolloutEngine, requests: Sequence[Request], begun: Sequence[Sequence[Rollout]]
+    engine: RolloutEngine, requests: Sequence[Request], begun: Sequence[Sequence[Rollout | None]]
 ) -> list[list[Rollout]]:
     """The answers to requests of which some may be begun."""
     asked = [replace(one, begun=tuple(of_one)) for one, of_one in zip(requests, begun, strict=True)]

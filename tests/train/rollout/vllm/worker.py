@@ -182,12 +182,12 @@ def begin(policy, engine):
 
 def interrupt(policy, engine):
     """Differences of answers that a call left when it had enough, and another one finished; their lengths in both."""
-    asked, got = requests_for(PROMPTS, COUNTS, Sampling(MAX_TOKENS, log_prob=True), range(6)), []
+    asked, got = requests_for(PROMPTS, COUNTS, Sampling(MAX_TOKENS, log_prob=True), range(6)), {}
     for answer in engine.generate(asked, enough=lambda: len(got) >= 20):
-        got.append(answer)  # the engine looks at it
-    begun = collect(asked, got)
+        got[answer.request, answer.sample] = answer.rollout
+    begun = [[got.get((i, sample)) for sample in range(one.count)] for i, one in enumerate(asked)]
     whole = continued(engine, asked, begun)
-    lengths = [[len(one.response) for of_prompt in answers for one in of_prompt] for answers in (begun, whole)]
+    lengths = [[len(one.response) if one else 0 for of_prompt in of for one in of_prompt] for of in (begun, whole)]
     return {"gap of interrupted answers": policy.gap(PROMPTS, whole, 1.0), "lengths of interrupted answers": lengths}
 
 
