@@ -124,9 +124,8 @@ def test_begun_answers_go_on_as_the_policy_does_after_prompt_and_beginning(seen)
     gaps = *seen["gaps of begun answers"], seen["gap of interrupted answers"]
     assert all(found[0] < largest and found[1] < mean for found in gaps)
     assert max(seen["lengths of begun answers"]) == MAX_TOKENS
-    begun, whole = seen["lengths of interrupted answers"]
-    assert 0 < max(begun) < max(whole) == MAX_TOKENS
-    assert sum(map(int.__lt__, begun, whole)) > 20
+    pairs = list(zip(*seen["lengths of interrupted answers"], strict=True))
+    assert sum(0 < begun < whole for begun, whole in pairs) > 20
 
 
 def test_the_check_notices_a_tied_head_that_a_push_did_not_reach(seen):

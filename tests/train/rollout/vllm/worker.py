@@ -183,7 +183,7 @@ def begin(policy, engine):
 def interrupt(policy, engine):
     """Differences of answers that a call left when it had enough, and another one finished; their lengths in both."""
     asked, got = requests_for(PROMPTS, COUNTS, Sampling(MAX_TOKENS, log_prob=True), range(6)), {}
-    for answer in engine.generate(asked, enough=lambda: len(got) >= 20):
+    for answer in engine.generate(asked, enough=lambda: len(got) >= 5):
         got[answer.request, answer.sample] = answer.rollout
     begun = [[got.get((i, sample)) for sample in range(one.count)] for i, one in enumerate(asked)]
     whole = continued(engine, asked, begun)
