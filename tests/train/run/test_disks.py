@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_what_it_had_saved_to_the_end_of_one_that_nothing_has
     assert problems == []
     (disk / "filled").unlink()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    check_refused(disk, "Read-only file system")
+    check_refused(disk, "cannot be written")
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     done = launch(MAIN, *OPTIONS, f"--output.folder={disk}")
     assert done.returncode == 0, done.stderr
