@@ -14,10 +14,11 @@ GPU_PEERS := quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi
 OWNERS := 'openrlhf==0.11.2; python_version < "3.13"' peft==0.21.2 bitsandbytes==0.50.2 pylatexenc==2.11
 # Task generators. One dependency is compiled: without a compiler, the tests that need it are skipped.
 TASKS := reasoning-gym==0.1.25
-# Many tests wait for programs that they start, so several files run at a time, in the order of tests/conftest.py. With
-# more processes than processors, threads of a process wait for each other (docs/throughput.md): tests/conftest.py sets
-# one thread, and in tests with more threads, waiting ones sleep soon.
-FILES := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+# Many tests wait for programs that they start, so several files run at a time, in the order of tests/conftest.py. Each
+# process takes half a minute to import and collect all tests: more than three cost two processors more than they give.
+# With more processes than processors, threads of a process wait for each other (docs/throughput.md): tests/conftest.py
+# sets one thread, and in tests with more threads, waiting ones sleep soon.
+FILES := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 export GOMP_SPINCOUNT ?= 1000
 # The tests start hundreds of programs: keep bytecode even if the environment disables it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,15 +35,15 @@ else
 	$(BIN)/exgrpo train --first
 endif
 
-# The first run compiles the Triton kernels, the second one interprets them. They run in parallel: the slow interpreter
-# uses the time in which the other run waits. It tries each value of a parametrisation; `make test-long` tries all
+# The first run compiles the Triton kernels, the second one interprets them, meanwhile and in one process, which takes
+# about half the time of the others. It tries each value of a parametrisation; `make test-long` tries all
 # combinations. vLLM's build for CPUs exists only on Linux; without it, the tests of its engines are skipped.
 test: $(READY) lint
 	$(BIN)/pip install --quiet --no-deps --ignore-requires-python $(PEERS) $(OWNERS)
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TASKS) || echo "no $(TASKS): its tests are skipped"
 	[ "$$(uname -s)" != Linux ] || $(MAKE) $(VLLM)
 	@echo "The tests of the kernels in Triton's interpreter run meanwhile; what they say comes at the end."
-	@TRITON_INTERPRET=1 nice $(BIN)/pytest --numprocesses 2 --dist load tests/kernels -W ignore::RuntimeWarning \
+	@TRITON_INTERPRET=1 $(BIN)/pytest tests/kernels -W ignore::RuntimeWarning \
 		>.venv/interpreted.log 2>&1 & interpreted=$$!; \
 	$(BIN)/pytest $(FILES); status=$$?; \
 	wait $$interpreted || status=1; cat .venv/interpreted.log; exit $$status

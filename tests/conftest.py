@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.train import warm
+
 # A busy machine is no failure. What is drawn is the same in every run but those with --long: a change is not held up by
 # what it did not touch, and new draws, and more of them, are tried every night.
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
@@ -40,6 +42,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     settings.load_profile("new" if config.getoption("--long") else "same")
+    if not hasattr(config, "workerinput"):  # of a process that this one starts
+        warm.begin()
 
 
 def pytest_collection_modifyitems(config, items):

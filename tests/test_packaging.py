@@ -52,16 +52,6 @@ print(json.dumps({
 """
 
 
-EDITABLE = """
-import json, pathlib, sys, warnings
-from setuptools import build_meta
-place = pathlib.Path(sys.argv[1])
-with warnings.catch_warnings(record=True) as shown:
-    build_meta.build_editable(str(place.parent))
-place.write_text(json.dumps([str(one.message) for one in shown if issubclass(one.category, UserWarning)]))
-"""
-
-
 def files_of_the_package():
     """All that lies in exgrpo/ and is neither compiled nor left by a run."""
     found = (path for path in (ROOT / "exgrpo").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -170,17 +160,6 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     assert names - {MADE_BY_BUILDING} == files_of_the_package()
     assert wheel.stat().st_size < 2.75e6  # 3 MB with the compiled files
-
-
-def test_an_editable_installation_shows_no_warning(archive, tmp_path):
-    """As pip builds it, which shows warnings of the build backend from 26 on."""
-    with tarfile.open(archive) as file:
-        file.extractall(tmp_path, filter="data")
-    (sources,) = tmp_path.iterdir()
-    command = [sys.executable, "-c", EDITABLE, str(tmp_path / "shown.json")]
-    subprocess.run(command, cwd=sources, env={**os.environ, **PURE}, check=True, capture_output=True)
-    assert list(tmp_path.glob("exgrpo-*editable*.whl"))
-    assert json.loads((tmp_path / "shown.json").read_text()) == []
 
 
 def test_the_metadata_says_what_it_needs(wheel):

@@ -17,6 +17,8 @@ NAMED = re.compile(r"# (\w+\.py)\n")
 HUNK = re.compile(r"((?:[ -].*\n)+)((?:\+.*\n)*)")
 NEEDS = {"own_loop": (), "trl_script": ("trl",), "own_data": ("vllm",)}
 """The pages, and what `make check` does not install for them."""
+FEWER = ("T, D, V = 2048, ", "T, D, V = 256, ")
+"""Tokens of a page, whose numbers are not compared."""
 
 
 def program_of(page):
@@ -59,7 +61,7 @@ def follow(name, folder, variables):
     """Does what a page says, in a folder, and holds what it prints against the page."""
     page = (ROOT / "docs" / "how_to" / f"{name}.md").read_text()
     done = subprocess.run(
-        ["bash", "-c", program_of(page)],
+        ["bash", "-c", program_of(page.replace(*FEWER))],
         cwd=folder,
         env={**variables, "COLUMNS": "200"},
         capture_output=True,

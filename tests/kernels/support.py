@@ -27,7 +27,7 @@ needs_inductor = pytest.mark.skipif(
 
 
 def fewer_interpreted(number: int, share: int = 4) -> int:
-    """Tokens of a test: a share of them in Triton's interpreter, which has a program for each."""
+    """Size of a test: a share of it in Triton's interpreter, which has a program for each token or tile."""
     return number // share if INTERPRETING else number
 
 

@@ -138,7 +138,7 @@ CASES = {
     "cap": (45, 40, 130, {"bias": True, "temperature": 0.7, "softcap": 5.0}, 20),
     "per token": (45, 40, 130, {"bias": True, "temperature": torch.linspace(0.5, 2.0, 45)}, 20),
     "odd": (35, 45, 37, {"bias": True}, None),  # through pointers, where 16 bytes do not divide a row
-    "nothing divides it": (fewer_interpreted(252), 507, 123, {}, None),
+    "nothing divides it": (fewer_interpreted(252, 8), fewer_interpreted(507, 5), fewer_interpreted(123, 2), {}, None),
     "many row tiles": (fewer_interpreted(530, 2), 16, 40, {}, None),  # more than share a stretch of the vocabulary
 }
 

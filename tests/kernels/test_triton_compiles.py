@@ -108,10 +108,10 @@ def compiled_product(architecture, kernel, tile, constants, **dtypes):
     ("bias", "capped", "out", "again", "known"),
     [
         (None, False, None, False, ()),
-        (None, False, "bf16", False, ()),
-        (None, False, "fp16", False, ()),
+        pytest.param(None, False, "bf16", False, (), marks=pytest.mark.long),
+        pytest.param(None, False, "fp16", False, (), marks=pytest.mark.long),
         ("bf16", True, "bf16", False, ()),
-        ("bf16", True, "fp32", False, ()),
+        pytest.param("bf16", True, "fp32", False, (), marks=pytest.mark.long),
         ("fp32", True, "bf16", True, ()),
         (None, False, "bf16", False, GRADIENT[:1]),
         ("bf16", False, "bf16", False, GRADIENT),

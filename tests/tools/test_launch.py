@@ -228,14 +228,15 @@ def test_a_run_that_is_finished_has_nothing_left_to_do(tmp_path, capsys, monkeyp
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "method"), [*zip(first.ARMS, ("on_policy", "freshper"), strict=True)])
-def test_the_first_result_compares_two_methods_as_the_study_has_chosen_them(name, method):
-    study, results = load_study(PROTOCOL).only(("colouring",), (method,)), ResultFile(RESULTS)
-    chosen = study.chosen("colouring", method, lambda key: height(results.by_key.get(key)))
+def test_the_first_result_compares_two_methods_as_the_study_has_chosen_them():
+    methods = ("on_policy", "freshper")
+    study, results = load_study(PROTOCOL).only(("colouring",), methods), ResultFile(RESULTS)
     both = {"evaluation": {"every": 15, "samples": 8}, "data.test_limit": 128, "steps": 60, "reward.workers": 1}
-    recipes = [recipe_path(Path("builtin:colouring")), ROOT / "recipes" / "replay" / f"{method}.yaml"]
-    expected = merged(read_recipes(recipes), both, chosen)
-    assert load_recipe(first.RECIPES / f"{name}.yaml") == validate(expected, "expected")
+    for name, method in zip(first.ARMS, methods, strict=True):
+        chosen = study.chosen("colouring", method, lambda key: height(results.by_key.get(key)))
+        recipes = [recipe_path(Path("builtin:colouring")), ROOT / "recipes" / "replay" / f"{method}.yaml"]
+        expected = merged(read_recipes(recipes), both, chosen)
+        assert load_recipe(first.RECIPES / f"{name}.yaml") == validate(expected, "expected")
 
 
 def test_a_first_run_that_fails_between_two_looks_is_no_result(tmp_path, monkeypatch):

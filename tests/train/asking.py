@@ -30,6 +30,12 @@ def check_ends(answers, eos, most):
 def in_two_parts(engine: RolloutEngine, requests: Sequence[Request], first: int) -> list[list[Rollout]]:
     """The answers to requests, of which a call writes at most so many tokens and another one the rest."""
     short = [replace(one, sampling=replace(one.sampling, max_tokens=first)) for one in requests]
-    begun = collect(short, engine.generate(short))
+    return continued(engine, requests, collect(short, engine.generate(short)))
+
+
+def continued(
+    engine: RolloutEngine, requests: Sequence[Request], begun: Sequence[Sequence[Rollout | None]]
+) -> list[list[Rollout]]:
+    """The answers to requests of which some may be begun."""
     asked = [replace(one, begun=tuple(of_one)) for one, of_one in zip(requests, begun, strict=True)]
     return collect(asked, generate(engine, asked))

@@ -1,15 +1,17 @@
 """Ranks that start warm: a server process has imported what each of them imports, and forks.
 
 A rank needs eight seconds to import torch, transformers and DeepSpeed, and four more for vLLM, and the tests start a
-hundred. `python -m tests.train.warm SOCKET MODULE ...` is the server of ranks that have these modules; it ends when its
-standard input does. One request is one line of JSON on a connection of its own; the answers are a line with the process
-id and, in the end, one with the exit status.
+hundred. `python -m tests.train.warm SOCKET OWNER MODULE ...` is the server of ranks that have these modules. All
+processes of one run of the tests share it, and it ends after the process OWNER, which began that run. One request is
+one line of JSON on a connection of its own; the answers are a line with the process id and, in the end, one with the
+exit status.
 
 Ranks of one server have one seed for the order of sets. What depends on that shows between runs of two servers, or of
 one and of a launcher.
 """
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -91,26 +93,34 @@ class Rank:
             os.kill(self.pid, number)
 
 
-@cache
-def _server(modules: tuple[str, ...]) -> str:
-    """The address of this process's server of ranks with such modules, which is started at the first call."""
+def begin() -> None:
+    """Give a run of the tests the folder of its servers, which the processes that it starts share."""
     folder = tempfile.mkdtemp(prefix="warm", dir="/tmp")  # the address of a socket has at most 107 characters
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    address = f"{folder}/socket"
+    os.environ["WARM_RANKS"], os.environ["WARM_OWNER"] = folder, str(os.getpid())
+
+
+@cache
+def _server(modules: tuple[str, ...]) -> str:
+    """Return the address of the server of ranks with such modules; the first caller of a run of the tests starts it."""
+    address = Path(os.environ["WARM_RANKS"], str(len(modules)))
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tests.train.warm", address, *modules]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
-    atexit.register(server.kill)
+    command = [sys.executable, "-m", "tests.train.warm", str(address), os.environ["WARM_OWNER"], *modules]
     deadline = time.monotonic() + 600
-    while not Path(address).exists():
-        assert server.poll() is None, "the server of warm ranks has not started"
-        assert time.monotonic() < deadline, "the server of warm ranks does not listen"
-        time.sleep(0.05)
-    return address
+    with address.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = (
+            None if address.exists() else subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
+        )
+        while not address.exists():
+            assert server.poll() is None, "the server of warm ranks has not started"
+            assert time.monotonic() < deadline, "the server of warm ranks does not listen"
+            time.sleep(0.05)
+    return str(address)
 
 
-def serve(address: str, *modules: str) -> None:
-    """Fork a rank for each request, until the standard input ends. In a rank it returns, when the script has ended."""
+def serve(address: str, owner: str, *modules: str) -> None:
+    """Fork a rank for each request, until the owner has ended. In a rank it returns, when the script has ended."""
     before = dict(os.environ)
     for module in modules:
         with suppress(ModuleNotFoundError):  # vLLM 0.26 has not all of them
@@ -122,14 +132,23 @@ def serve(address: str, *modules: str) -> None:
         server.listen()
         os.rename(address + ".new", address)  # it is there when it listens
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        while sys.stdin not in (ready := select.select([server, sys.stdin], [], [])[0]):
-            connection, _ = ready[0].accept()
+        while _exists(int(owner)):
+            if not select.select([server], [], [], 1)[0]:
+                continue
+            connection, _ = server.accept()
             with connection:
                 if os.fork():
                     continue
                 server.close()
                 _attend(connection, by_imports)
                 return
+
+
+def _exists(process: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(process, 0)
+        return True
+    return False
 
 
 def _attend(connection: socket.socket, by_imports: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ from exgrpo.train.policy.tokenizer import load_pretrained
 from tests.train.configs import configured
 from tests.train.fakes import question_set
 from tests.train.files import write_rows
-from tests.train.launch import ROOT, environment, launch_module
+from tests.train.launch import ROOT, launch_module
 from tests.train.rollout.vllm.installed import real
 
 
@@ -74,10 +74,9 @@ def command(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    """The folder of an evaluation in a process as a user starts it."""
+    """The folder of an evaluation in a process of its own."""
     folder = tmp_path_factory.mktemp("evaluated")
-    told = [sys.executable, "-m", "exgrpo.tools.evaluate", *arguments(folder)]
-    done = subprocess.run(told, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=200, check=False)
+    done = launch_module("exgrpo.tools.evaluate", *arguments(folder))
     assert done.returncode == 0, done.stderr
     assert "arithmetic" in done.stdout
     return folder

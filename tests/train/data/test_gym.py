@@ -88,11 +88,10 @@ def test_every_process_has_the_same_questions():
         "from exgrpo.train.data.files import read_rows\n"
         "print([row.question for row in read_rows('reasoning_gym:word_ladder', split='train', limit=5, seed=0)])\n"
     )
-    said = set()
-    for seed in ("1", "2"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        said.add(subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout)
-    assert len(said) == 1
+    env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}  # this process has another one
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True, text=True)
+    here = [row.question for row in rows("reasoning_gym:word_ladder", limit=5)]
+    assert done.stdout == f"{here}\n"
 
 
 def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():

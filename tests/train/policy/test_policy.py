@@ -95,6 +95,12 @@ CASES = {
     "fp16": case("tied", dtype="fp16"),
     "fp16, poison": case("tied", dtype="fp16", poison=True),
 }
+OF_TWO = (
+    *("tied", "no clip, token mean", "plain ratio, checkpointing", "schedule", "any gradient", "adapters, head"),
+    *("saved adapters", "regression beside shaped tokens", "divergence, adapters", "allowed tokens, whole answers"),
+    *("poison", "bf16", "fp16", "fp16, poison"),
+)
+"""Cases that two ranks have without --long: every way to normalise, to shard and to scale."""
 
 
 @pytest.fixture(scope="module")
@@ -121,14 +127,21 @@ def save_adapters(folder, place):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def outcomes(request, folders, tmp_path_factory):
-    """Every case under ZeRO-3, by name."""
+    """Cases under ZeRO-3, by name."""
     result = tmp_path_factory.mktemp("outcome") / "result.pt"
-    cases = [{**case, "model": str(folders / case["model"])} for case in CASES.values()]
+    names = CASES if request.param == 1 or request.config.getoption("--long") else OF_TWO
+    cases = [{**CASES[name], "model": str(folders / CASES[name]["model"])} for name in names]
     for case in cases:
         if path := case.get("lora", {}).get("path"):
             case["lora"] = with_saved(LoraConfig(path=str(folders / path))).model_dump()
     completed(ROOT / "tests" / "train" / "policy" / "worker.py", str(result), json.dumps(cases), ranks=request.param)
-    return dict(zip(CASES, torch.load(result, weights_only=True), strict=True))
+    return dict(zip(names, torch.load(result, weights_only=True), strict=True))
+
+
+def outcome_of(name, outcomes):
+    if name not in outcomes:
+        pytest.skip("on two ranks only with --long")
+    return outcomes[name]
 
 
 def full_log_probs(model, row, temperature):
@@ -237,7 +250,7 @@ EXACT = [name for name, case in CASES.items() if "dtype" not in case]
 
 @pytest.mark.parametrize("name", EXACT)
 def test_training_equals_the_plain_loop(outcomes, folders, name):
-    outcome = outcomes[name]
+    outcome = outcome_of(name, outcomes)
     losses, model = plain_training(folders / CASES[name]["model"], name)
     ours = [stats["loss"] for stats in outcome["stats"] if stats["applied"]]
     # Losses are sums of some hundred fp32 terms; parameters moved by about 3 lr = 3e-3, and where a gradient is
@@ -261,12 +274,12 @@ def test_a_step_that_overflows_halves_the_loss_scale_of_fp16(outcomes):
     scales = {name: [stats["loss_scale"] for stats in outcome["stats"]] for name, outcome in outcomes.items()}
     assert scales["fp16"] == [2**16] * 3
     assert scales["fp16, poison"] == [2**16, 2**15, 2**15]
-    assert all(math.isnan(scale) for name in (*EXACT, "bf16") for scale in scales[name])
+    assert all(math.isnan(scale) for name in scales if "fp16" not in name for scale in scales[name])
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_scores_equal_full_logits(outcomes, folders, name):
-    outcome, case = outcomes[name], CASES[name]
+    outcome, case = outcome_of(name, outcomes), CASES[name]
     _, model = plain_training(folders / case["model"], name)
     batch, temperature = tiny.step_batch(**of_rows(case)), case.get("temperature", 1.0)
     with torch.no_grad():

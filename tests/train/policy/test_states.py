@@ -24,23 +24,30 @@ WORKER = ROOT / "tests" / "train" / "policy" / "states_worker.py"
 BITS = {"bf16": (torch.bfloat16, 8), "fp16": (torch.float16, 11)}
 
 
+LONG = ("persistent", "fp16")
+names = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES]
+)
+
+
 def run(ranks, *arguments):
     completed(WORKER, *map(str, arguments), ranks=ranks)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     """Folders of states after three steps: at once by one process, and one step by 3, by 2 and by 1."""
     folder = tmp_path_factory.mktemp("states")
     tiny.save_model(folder / "model", tied=False)
-    run(1, 0, 3, "-", folder / "straight", *CASES)
+    cases = [name for name in CASES if name not in LONG or request.config.getoption("--long")]
+    run(1, 0, 3, "-", folder / "straight", *cases)
     origin = folder / "-"
     for step, ranks in enumerate((3, 2, 1)):
-        run(ranks, step, step + 1, origin, folder / f"changed {step}", *CASES)
+        run(ranks, step, step + 1, origin, folder / f"changed {step}", *cases)
         origin = folder / f"changed {step}"
     # What one process has left, loaded by two and saved again, and that by one.
-    run(2, 3, 3, folder / "straight", folder / "two", *CASES)
-    run(1, 3, 3, folder / "two", folder / "back", *CASES)
+    run(2, 3, 3, folder / "straight", folder / "two", *cases)
+    run(1, 3, 3, folder / "two", folder / "back", *cases)
     return folder
 
 
@@ -52,7 +59,7 @@ def states_in(place):
     return states, json.loads((place / "training.json").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@names
 def test_the_number_of_processes_may_change(runs, name):
     (ours, training), (expected, of_expected) = (states_in(runs / one / name) for one in ("changed 2", "straight"))
     assert training == of_expected
@@ -75,7 +82,7 @@ def test_the_number_of_processes_may_change(runs, name):
     assert apart.norm() < 2 ** (4 - bits) * moved.norm()
 
 
-@pytest.mark.parametrize("name", CASES)
+@names
 def test_what_goes_on_is_what_was_saved_to_the_last_bit(runs, name):
     (before, training), (after, of_back) = (states_in(runs / folder / name) for folder in ("straight", "back"))
     assert len(list((runs / "straight" / name).glob("*.safetensors"))) > 1

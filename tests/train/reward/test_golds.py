@@ -37,7 +37,7 @@ def test_what_is_left_can_be_earned(form):
     assert "\\frac{3}{4}" in earnable
     if form == "hashes":  # digits alone
         earnable = [gold for gold in earnable if gold in ("72", "-3.5", "1,000", *decimals)]
-    with Grader.of(["math_no_think"], RewardConfig(form=form)) as grader:
+    with Grader.of(["math_no_think"], RewardConfig(form=form, workers=1)) as grader:
         given = [(f"So it is\n{written % decimals.get(gold, gold)}", gold) for gold in earnable]
         assert grader.grade(given).reward == (1.0,) * len(earnable)
 

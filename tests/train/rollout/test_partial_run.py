@@ -15,7 +15,7 @@ PARTIAL = ("--rollout.behaviour=engine", "--rollout.partial=True", "--rollout.ov
     [
         ("transformers", 1),
         pytest.param("transformers", 2, marks=pytest.mark.long),
-        pytest.param("vllm", 1, marks=real),
+        pytest.param("vllm", 1, marks=[real, pytest.mark.long]),
     ],
 )
 def test_a_run_continues_answers_by_newer_policies_and_goes_on_from_its_middle_to_the_same_metrics(

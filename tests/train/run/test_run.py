@@ -49,7 +49,8 @@ def untimed(folder):
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    start = launch if request.param == 1 else launch_by_deepspeed
+    # By its launcher each rank imports everything anew: half a minute of a processor.
+    start = launch_by_deepspeed if request.param == 2 and request.config.getoption("--long") else launch
     done = completed(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param, by=start)
     assert "gemm_4bit_forward" not in done.stdout + done.stderr
     return folder / "small", done.stdout
@@ -109,10 +110,12 @@ def test_results_can_be_used(run):
     assert "Plotly.newPlot" in (folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    "run", [pytest.param(1, id="1 rank"), pytest.param(2, id="2 ranks", marks=pytest.mark.long)], indirect=True
+)
 def test_the_same_seed_gives_the_same_run(run, request):
     folder, _ = run
     ranks = int(request.node.callspec.id[0])
-
     completed(MAIN, *SMALL, f"--output.folder={folder.parent}", "--output.name=again", ranks=ranks)
     again = folder.with_name("again")
     assert untimed(again) == untimed(folder)

@@ -27,7 +27,7 @@ from exgrpo.train.rollout.vllm.engine import VllmEngine
 from exgrpo.train.rollout.vllm.process import KEPT
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
-from tests.train.asking import in_two_parts, requests_for
+from tests.train.asking import continued, in_two_parts, requests_for
 from tests.train.fakes import LoneWorld
 from tests.train.run.test_weight_check import FullLogitPolicy
 
@@ -180,6 +180,17 @@ def begin(policy, engine):
     return {"gaps of begun answers": gaps, "lengths of begun answers": lengths}
 
 
+def interrupt(policy, engine):
+    """Differences of answers that a call left when it had enough, and another one finished; their lengths in both."""
+    asked, got = requests_for(PROMPTS, COUNTS, Sampling(MAX_TOKENS, log_prob=True), range(6)), {}
+    for answer in engine.generate(asked, enough=lambda: len(got) >= 5):
+        got[answer.request, answer.sample] = answer.rollout
+    begun = [[got.get((i, sample)) for sample in range(one.count)] for i, one in enumerate(asked)]
+    whole = continued(engine, asked, begun)
+    lengths = [[len(one.response) if one else 0 for of_prompt in of for one in of_prompt] for of in (begun, whole)]
+    return {"gap of interrupted answers": policy.gap(PROMPTS, whole, 1.0), "lengths of interrupted answers": lengths}
+
+
 def check(policy, engine, dtype):
     try:
         return check_engine(policy, engine, PROMPTS, dtype=dtype, max_tokens=MAX_TOKENS, seed=0)
@@ -227,7 +238,7 @@ def observe(folder, dtype, ranks):
     with torch.no_grad():
         logits = policy.model(torch.from_numpy(PROMPTS[0])[None].long()).logits[0, -1]
     seen["first probabilities"] = logits.float().softmax(-1).tolist()
-    seen |= cut(policy, engine) | begin(policy, engine)
+    seen |= cut(policy, engine) | begin(policy, engine) | interrupt(policy, engine)
     seen |= watch_weights(engine, policy, dtype)
     engine.close()
     seen["world after close"] = dist.is_initialized() and dist.get_world_size()
