@@ -162,5 +162,7 @@ def test_every_engine_that_can_be_named_can_be_made():
 
 def test_nothing_imports_vllm_before_it_is_chosen(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import sys, exgrpo.train.run.loop, exgrpo.tools.evaluate.__main__\nprint('vllm' in sys.modules)")
+    program.write_text(
+        "import sys, exgrpo.train.run.loop, exgrpo.tools.evaluate.__main__\nprint('vllm' in sys.modules)"
+    )
     assert launch(program).stdout == "False\n"
