@@ -10,7 +10,7 @@ from exgrpo.kernels import linear_log_prob, linear_policy_loss, reference, seque
 from tests.gloo import on_ranks
 
 from .conftest import backends_of, set_chunk_bytes, set_plan_fields
-from .support import INTERPRETING, long_interpreted, make_case, make_tokens
+from .support import INTERPRETING, make_case, make_tokens
 
 FOUR = [30, 0, 51, 20]
 PAIRS = [[1, 100], [0, 101]]
@@ -103,9 +103,11 @@ def run_rank(rank, dtypes):
         check_split(rank % 2, PAIRS[rank // 2], pairs[rank // 2], backend, options, dtype)
 
 
-@pytest.mark.parametrize(
-    "dtypes", [(torch.bfloat16,), long_interpreted((torch.float64, torch.float32))], ids=["bf16", "wide"]
-)
+WIDE = (torch.float64, torch.float32)
+DTYPES = [(torch.bfloat16,), pytest.param(WIDE, marks=pytest.mark.long)] if INTERPRETING else [(torch.bfloat16, *WIDE)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
 def test_split_vocabulary(dtypes, tmp_path):
     (tmp_path / "ranks").mkdir()
     on_ranks(run_rank, 4, tmp_path / "ranks", dtypes)
