@@ -94,6 +94,20 @@ def test_the_gradient_of_the_policy_that_wrote_the_tokens_is_reinforce(name):
     torch.testing.assert_close(log_prob.grad, tokens.advantage, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("name", ["oapl", "coupled"])
+def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_log_ratio(name):
+    """(2 b2 / N) (A - b2 S) of each token of OAPL; also where A = 0. coupled: 1 / b2^2 times it."""
+    log_prob, tokens = of_answers()
+    tokens = dataclasses.replace(tokens, advantage=tokens.advantage * (tokens.advantage != 1.5))
+    SURROGATES.find(name)(tokens, OPTIONS).value.sum().backward()
+    moved = tokens.over_tokens(tokens.sums(tokens.log_ratio.detach()))
+    beta2 = OPTIONS.objective.beta2
+    scale = {"oapl": 1.0, "coupled": 1 / beta2**2}[name]
+    expected = 2 * beta2 * scale * tokens.weight * (tokens.advantage - beta2 * moved)
+    torch.testing.assert_close(log_prob.grad, expected, rtol=1e-12, atol=0)
+    assert (log_prob.grad != 0).all()
+
+
 @pytest.mark.parametrize("name", HOMOGENEOUS)
 @given(factor=st.floats(0, 100), seed=st.integers(0, 1000))
 def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
