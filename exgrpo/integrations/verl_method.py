@@ -59,6 +59,7 @@ ELSEWHERE = {
     "questions": "set data.train_batch_size of verl",
     "optimizer.minibatches": "set actor_rollout_ref.actor.ppo_mini_batch_size of verl",
     "optimizer.passes": "set actor_rollout_ref.actor.ppo_epochs of verl",
+    "experience.prefix": "verl's engines begin every answer anew: leave it out",
     "experience.folder": "stored answers are kept in memory here: leave it out",
     "objective.kl_coef": "set actor_rollout_ref.actor.use_kl_loss and kl_loss_coef of verl",
     "objective.kl": "set actor_rollout_ref.actor.kl_loss_type of verl",

@@ -193,7 +193,7 @@ class Trainer:
         """Return the graded answers of the planned groups, and those of refills while too few have a gradient."""
         written = [[one for one in group.answers if one] for group in planned.whole] if self.partial else None
         produced = planned.produced.result() if planned.produced else self._produce(planned.groups, step, written)
-        batch = self._graded(produced, step)
+        batch = self._graded(planned.groups, produced, step)
         if self.partial:
             written_in = [steps for one in planned.whole for steps in one.steps]
             batch.fill(staleness=step - np.concatenate([np.empty(0, np.int64), *written_in]))
@@ -202,14 +202,15 @@ class Trainer:
             more = self.replay.refill(batch, self.config.questions, step)
             if not more:
                 break
-            batch = batch.append_groups(self._graded(self._produce(more, step), step))
+            batch = batch.append_groups(self._graded(more, self._produce(more, step), step))
         return batch
 
-    def _graded(self, produced: Produced, step: int) -> StepBatch:
+    def _graded(self, groups: Sequence[PlannedGroup], produced: Produced, step: int) -> StepBatch:
         batch, rollout = self.rollout_worker.join(produced), self.config.rollout
         penalty = [overlong_penalty(n, rollout.max_tokens, self.config.objective) for n in batch.length.tolist()]
         of_rows = {"step": step, "old_log_probs_from": LOG_PROB_SOURCES.index(rollout.behaviour)}
-        batch.fill(penalty=penalty, **{name: np.full(len(batch), value) for name, value in of_rows.items()})
+        given = np.repeat([group.given for group in groups], [group.fresh for group in groups])
+        batch.fill(penalty=penalty, given=given, **{name: np.full(len(batch), one) for name, one in of_rows.items()})
         if rollout.behaviour == "engine":
             batch.fill(old_log_prob=batch.engine_log_prob)
         return batch
@@ -259,6 +260,7 @@ class Trainer:
             self.sampling,
             derive_seed(self.config.seed, "rollouts", step),
             written,
+            [group.prefix for group in groups],
         )
 
     def _begin_next(self, step: int) -> PlannedStep | None:

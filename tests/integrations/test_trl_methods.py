@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOT_HERE = (
     *("anchor", "baseline", "beta", "beta1", "beta2", "clip", "dual_clip", "folder", "kl", "kl_coef", "kl_corrected"),
-    *("normalize", "overlong_filter", "overlong_penalty", "overlong_tokens", "scale_by_std", "surrogate", "train_on"),
+    *("normalize", "overlong_filter", "overlong_penalty", "overlong_tokens", "prefix", "scale_by_std", "surrogate"),
+    "train_on",
 )
 """Options of a recipe that ExGRPOConfig does not have: TRL has its own, or a trainer of its own."""
 

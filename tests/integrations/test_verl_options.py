@@ -12,6 +12,7 @@ from tests.integrations.verl_runs import of_verl
 
 BEGIN_WITH_FILES = ("luffy", "rlep")
 """Recipes that wait for answers of `experience.start`."""
+REFUSED = {"recommended", "prefix_rl", "prefix_sampling"}
 
 
 def refusal(given: dict[str, Any], **changes: Any) -> str:
@@ -33,7 +34,7 @@ def test_the_defaults_are_the_papers() -> None:
     assert config.trainer.v1.trainer_mode == "sync"
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in METHODS.glob("*.yaml")} - {"recommended"}))
+@pytest.mark.parametrize("name", sorted({path.stem for path in METHODS.glob("*.yaml")} - REFUSED))
 def test_a_recipe_of_a_method_sets_the_options_of_verl(name: str) -> None:
     given = {}
     if name in BEGIN_WITH_FILES:
@@ -81,6 +82,7 @@ def test_an_option_of_verl_that_excludes_replay_is_refused_by_name(option: str, 
         ({"optimizer": {"passes": 3}}, "ppo_epochs"),
         ({"experience": {"ratoi": 1}}, "did you mean 'experience.ratio'"),
         ({"experience": {"folder": "tokens"}}, "experience.folder"),
+        ({"recipe": "prefix_rl"}, "experience.prefix: verl's engines begin every answer anew"),
         ({"objective": {"kl_coef": 0.1}}, "use_kl_loss"),
         ({"objective": {"surrogate": "coupled"}}, "objective.surrogate='coupled'"),
         ({"rollout": {"samples": 8}}, "rollout.samples"),

@@ -151,6 +151,14 @@ class AnswerColumns:
         Doubles,
         Column("row", "of the row's objective, in a mini-batch whose objective keeps it apart from the advantage"),
     ]
+    given: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "share of a stored success, or, below 0, of a failure, whose first tokens it begins with; 0: none",
+            default=0.0,
+        ),
+    ]
     loss_mask: Annotated[
         Mask, Column("row", "True if the row may carry a gradient; others still count in what losses are divided by")
     ]
@@ -162,8 +170,8 @@ class AnswerColumns:
         Mask,
         Column(
             "token",
-            "True if the policy wrote the token; others are observations of an environment, with log-probs of 0 and "
-            "no gradient",
+            "True if the policy wrote the token; others are observations of an environment, or were given at the "
+            "beginning, with log-probs of 0 and no gradient",
             trace="response_mask",
             was=("own", "written"),
             default=True,

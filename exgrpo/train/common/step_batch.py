@@ -151,6 +151,11 @@ class StepBatch(AnswerColumns):
         return ~self.replayed
 
     @property
+    def unaided(self) -> Mask:
+        """[N] whether the answer was written in this step, from its first token on."""
+        return self.fresh & (self.column("given") == 0)
+
+    @property
     def net_reward(self) -> Doubles:
         """[N] what counts in advantages."""
         return self.reward - self.penalty

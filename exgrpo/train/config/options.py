@@ -318,6 +318,11 @@ class Config(Section):
                 "rollout.partial and environment.function exclude each other: the environment of an answer that goes "
                 "on later would have to be kept: leave one of them out"
             )
+        if self.experience.prefix != "none" and (self.environment.function is not None or self.rollout.partial):
+            raise ValueError(
+                "experience.prefix excludes environment.function, whose state after the given tokens is unknown, and "
+                "rollout.partial, which begins answers itself: leave it out"
+            )
         weights, sources = self.data.train_weights, self.data.train
         if weights and sources != ("",) and len(weights) != len(sources):  # "": the command line is to name them
             raise ValueError(

@@ -10,6 +10,7 @@ from exgrpo.train.common.limits import MOST_ANSWERS, MOST_ROWS, MOST_SAMPLES, MO
 from exgrpo.train.config.section import Folder, Section
 
 TrajectoryRule = Literal["lowest_entropy", "highest_entropy", "lowest_nll", "shortest", "random"]
+Prefix = Literal["none", "success", "steered"]
 BucketBy = Literal["success_count", "reward_deviation"]
 Baseline = Literal["mean", "leave_one_out", "log_mean_exp"]
 MethodKind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
@@ -39,6 +40,12 @@ class ExperienceConfig(Section):
         ge=0,
         le=1,
         description="Share of a step's fresh questions that are asked again, by prioritise, with band and cooldown.",
+    )
+    prefix: Prefix = Field(
+        "none",
+        description="Tokens that all answers to a repeated question begin with, without a gradient. success: a random "
+        "share of a stored success; steered: of a success after failures, of a failure after successes, in the share "
+        "that brings the pass rate towards 1/2. Such groups count in no pass rate, and are not stored.",
     )
     start_pass_rate: float = Field(
         0.35,
@@ -122,7 +129,12 @@ class ExperienceConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.start is not None and self.ratio == 0:
+        if self.prefix != "none" and self.repeat == 0:
+            raise ValueError(
+                f"experience.prefix={self.prefix} begins answers to repeated questions: set experience.repeat to their "
+                "share, or leave it out"
+            )
+        if self.start is not None and not self.stores:
             raise ValueError("experience.start fills a buffer that experience.ratio=0 never replays: leave one out")
         for name, limit in LIMITS.items():
             if name in self.expire and getattr(self, limit) is None:
@@ -130,6 +142,11 @@ class ExperienceConfig(Section):
         if self.band[0] > self.band[1]:
             raise ValueError(f"experience.band is from low to high, and {self.band[0]} is above {self.band[1]}")
         return self
+
+    @property
+    def stores(self) -> bool:
+        """True if answers are stored: plain GRPO stores nothing and retires nothing."""
+        return self.ratio > 0 or self.prefix != "none"
 
     @property
     def forgets(self) -> tuple[str, ...]:

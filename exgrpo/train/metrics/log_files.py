@@ -13,7 +13,7 @@ HUGE = 1e300
 
 RecordKind = Literal["training", "evaluation"]
 """Values of the key "kind" in a record of metrics.jsonl."""
-Writer = Literal["policy", "environment"]
+Writer = Literal["policy", "environment", "prefix"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class SampledAnswer:
     """An answer as text.
 
     Attributes:
-        parts: (writer, text) in order; without an environment there is one part.
+        parts: (writer, text) in order; without an environment and without a prefix there is one part.
         finished: False if it was cut at the length limit.
         tokens: number of tokens, those of the environment included.
         replayed_from: training step in which a replayed answer was generated; None: it is fresh.

@@ -60,10 +60,12 @@ def _of_answers(batch: StepBatch, sources: Sequence[str]) -> dict[str, float]:
     fresh = np.flatnonzero(batch.fresh)
     counts, at, entropy = batch.counts, batch.places(fresh), _entropies(batch)
     known = entropy[at][batch.response_mask[at] & ~np.isnan(entropy[at])]
+    alone = np.flatnonzero(batch.unaided)
     return {
-        "reward": float(batch.reward[fresh].mean()),
-        **_means("reward", zip(np.array(sources)[batch.group[fresh]].tolist(), batch.reward[fresh], strict=True)),
-        **_means("reward_part", (item for parts in batch.parts[fresh] for item in parts.items())),
+        "reward": float(batch.reward[alone].mean()) if len(alone) else math.nan,
+        **_means("reward", zip(np.array(sources)[batch.group[alone]].tolist(), batch.reward[alone], strict=True)),
+        **_means("reward_part", (item for parts in batch.parts[alone] for item in parts.items())),
+        **_of_prefixes(batch, np.setdiff1d(fresh, alone)),
         "entropy": float(known.mean()) if len(known) else math.nan,
         "entropy_gap": _entropy_gap(batch, entropy),
         "response_tokens": float(batch.num_tokens[fresh].mean()),
@@ -85,6 +87,17 @@ def _means(kind: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, value in pairs:
         values.setdefault(name, []).append(value)
     return {f"{kind}/{name}": float(np.mean(values[name])) for name in sorted(values)}
+
+
+def _of_prefixes(batch: StepBatch, rows: Ints) -> dict[str, float]:
+    """Return the numbers of fresh answers that begin with tokens of a stored one, if there are any."""
+    if not len(rows):
+        return {}
+    return {
+        "prefixed_groups": len(np.unique(batch.group[rows])),
+        "prefixed_reward": float(batch.reward[rows].mean()),
+        "prefix_tokens": float((batch.length - batch.num_tokens)[rows].mean()),
+    }
 
 
 def _of_turns(batch: StepBatch, fresh: Ints) -> dict[str, float]:
@@ -141,14 +154,15 @@ def _mismatch(batch: StepBatch, scored: Scored) -> dict[str, float]:
 
 def _of_phases(seconds: Mapping[str, float], work: Work, batch: StepBatch) -> dict[str, float]:
     # Generation has the tokens that it writes, other phases those that they read.
+    written = int(batch.num_tokens[batch.fresh].sum())
     total, counts = sum(seconds.values()), batch.counts
     seconds = {**seconds, "generate": counts.generate_seconds, "grade": counts.grade_seconds}
     tokens = {
-        phase: sum(reading.written if phase == "generate" else reading.read for reading in readings)
+        phase: written if phase == "generate" else sum(reading.read for reading in readings)
         for phase, readings in work.items()
     }
     return {
-        "tokens_per_second": float(batch.num_tokens[batch.fresh].sum()) / total,
+        "tokens_per_second": written / total,
         "seconds": total,
         **{f"seconds/{phase}": value for phase, value in seconds.items()},
         "seconds/asleep": counts.engine.asleep_seconds,

@@ -18,7 +18,7 @@ Each check takes the result and the arguments of a function, and returns what is
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,12 +44,16 @@ class PlannedGroup:
         fresh: number of answers to generate.
         choose: number of the question's stored answers that join, chosen by `experience.trajectory`.
         rows: further stored answers that join, as rows of the memory's table.
+        prefix: first tokens of a stored answer, which all fresh ones begin with.
+        given: share of that answer, in (0, 1] of a success and in [-1, 0) of a failure; 0: no prefix.
     """
 
     question: int
     fresh: int
     choose: int = 0
     rows: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = field(default=(), repr=False)
+    given: float = field(default=0.0, repr=False)
 
 
 class Weighed(NamedTuple):

@@ -9,6 +9,7 @@ from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask
 from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
+from exgrpo.train.common.success import is_success
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
 from exgrpo.train.replay.candidates import Candidates
@@ -26,6 +27,8 @@ NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
 OF_QUESTIONS = ("count", "asked", "times", "shown", "earlier")
 """Arrays with a number for each question."""
+GAIN = 0.5
+"""Change of the share of a stored answer that is given, per unit by which a group's pass rate lies below 1/2."""
 
 
 class ExperienceMemory:
@@ -53,6 +56,8 @@ class ExperienceMemory:
         times: [questions] how often it was asked.
         shown: [questions] success count by its latest group, in [0, K], whether or not anything is stored; or `NEVER`.
         earlier: [questions] the same by the group before; or `NEVER`.
+        given: [questions] share of a stored answer that would bring the pass rate nearer to 1/2, as in `PlannedGroup`:
+            after its latest group it has grown if that failed, and fallen, below 0 to shares of failures, if it passed.
         table: what is stored.
         admits_by_scores: True if `admit` reads the scores of fresh answers.
     """
@@ -67,13 +72,13 @@ class ExperienceMemory:
         self.times: Ints = np.zeros(questions, np.int64)
         self.shown: Doubles = np.full(questions, float(NEVER))
         self.earlier = self.shown.copy()
+        self.given: Doubles = np.zeros(questions)
         self.table = Table(questions, experience.folder)
         self._counts = deviation_counts if experience.bucket_by == "reward_deviation" else success_counts
         self._admit = rules.find("admit", experience.admit)
         self._distinct = Needs.of(self._admit).distinct
         self.admits_by_scores = Needs.of(self._admit).scores
-        # Plain GRPO stores nothing and retires nothing.
-        self._expire = [rules.find("expire", name) for name in experience.forgets if experience.ratio > 0]
+        self._expire = [rules.find("expire", name) for name in experience.forgets if experience.stores]
 
     def __len__(self) -> int:
         """|E|: number of questions with stored trajectories."""
@@ -117,27 +122,37 @@ class ExperienceMemory:
         )
 
     def admitted(self, batch: StepBatch) -> Mask:
-        """Return a mask [N] of the rows to store: those that `admit` chooses, but for those without tokens."""
+        """Return a mask [N] of the rows to store: of those that `admit` chooses the unaided ones with tokens."""
         chosen = self._admit(batch if self.admits_by_scores else batch.without(*SCORES), self.options)
-        return chosen & (batch.length > 0) & ~self.retired[batch.question][batch.group]
+        return chosen & batch.unaided & (batch.length > 0) & ~self.retired[batch.question][batch.group]
 
     def update(self, batch: StepBatch, step: int, admitted: Mask) -> None:
         """Take in the graded groups of one training step, store the rows that are admitted [N], and forget by `expire`.
 
-        Questions leave before the delayed start too. Groups of stored answers alone show nothing.
+        Questions leave before the delayed start too. Groups of stored answers alone show nothing, and those with a
+        prefix only what to give next.
         """
-        asked = np.unique(batch.group[batch.fresh])
-        admitted, batch = admitted[batch.rows_of(asked)], batch.take_groups(asked)
+        self._steer(batch, step)
+        unaided = np.unique(batch.group[batch.unaided])
+        admitted, batch = admitted[batch.rows_of(unaided)], batch.take_groups(unaided)
         evidence, question = self.evidence(batch), batch.question
         counts = self._counts(evidence, self.samples)
         for of_group, count in zip(question.tolist(), counts.tolist(), strict=True):  # one may be there twice
             self.earlier[of_group], self.shown[of_group] = self.shown[of_group], count
-            self.times[of_group] += 1
-        self.asked[question] = step
         self._store(batch, evidence, admitted)
         held = self.table.held[question] > 0
         self.count[question[held]] = np.clip(counts[held], 1, self.samples - 1)
         self._forget(step + 1, question[evidence.solved])
+
+    def _steer(self, batch: StepBatch, step: int) -> None:
+        """Note which questions were asked, and what to give them next."""
+        asked = np.unique(batch.group[batch.fresh])
+        question = batch.question[asked]
+        self.asked[question] = step
+        np.add.at(self.times, question, 1)
+        rate = batch.mean(is_success(batch.reward, self.options.success), batch.fresh)
+        given = batch.mean(batch.column("given"), batch.fresh)
+        self.given[question] = np.clip(given + GAIN * (0.5 - rate), -1, 1)[asked]
 
     def evidence(self, batch: StepBatch) -> Evidence:
         """Return what groups show about the current policy."""
@@ -203,12 +218,14 @@ class ExperienceMemory:
     def arrays(self) -> dict[str, npt.NDArray]:
         """Return the state with all stored answers, for `restore`."""
         of_questions = {name: getattr(self, name).copy() for name in OF_QUESTIONS}
+        of_questions["given"] = self.given.copy()
         return {**of_questions, "retired": self.retired.astype(np.uint8), **packed(self.table.stored())}
 
     def restore(self, arrays: Mapping[str, npt.NDArray]) -> None:
         """Take over the state of another memory of the same questions: its `arrays`."""
         for name in OF_QUESTIONS:
             setattr(self, name, arrays[name].copy())
+        self.given = arrays.get("given", np.zeros_like(self.given)).copy()  # files of before lack it
         self.retired = arrays["retired"].astype(bool)
         self.table.fill(unpacked(arrays))
 

@@ -19,14 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.step_batch import Ints
-from exgrpo.train.common.success import EPSILON
+from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.config.replay import Prefix
 from exgrpo.train.replay.candidates import Candidates, Priority, draw
 from exgrpo.train.replay.contract import PlannedGroup
 from exgrpo.train.replay.memory import ExperienceMemory
 from exgrpo.train.replay.table import Table
 
 CandidateKind = Literal["buffered", "prompts", "stored"]
+PREFIXES: dict[Prefix, Callable[[float, np.random.Generator], float]] = {
+    "none": lambda steered, rng: 0.0,
+    "success": lambda steered, rng: 1.0 - rng.random(),
+    "steered": lambda steered, rng: steered,
+}
+"""Share of a stored answer that is given to a repeated question, as `PlannedGroup.given`, by `experience.prefix`.
+
+success: PrefixRL, arXiv 2601.18795. steered: Prefix Sampling, arXiv 2605.05112, by `ExperienceMemory.given`.
+"""
 
 
 @dataclass(frozen=True)
@@ -171,14 +181,28 @@ class BatchPlanner:
     def fresh(self, wanted: int, without: Ints | Sequence[int] = ()) -> list[PlannedGroup]:
         """Plan groups of K answers to at most `wanted` questions that are not retired and not in `without`.
 
-        At most floor(repeat wanted) of them come back, and are the last.
+        At most floor(repeat wanted) of them come back, perhaps with a prefix, and are the last.
         """
         excluded = self.memory.retired.copy()
         excluded[np.asarray(without, np.int64)] = True
         back = self._returning(_share(self.repeat, wanted), excluded)
         excluded[back] = True
-        questions = [*self.pool.draw(wanted - len(back), excluded).tolist(), *back.tolist()]
-        return [PlannedGroup(question, self.samples) for question in questions]
+        new = self.pool.draw(wanted - len(back), excluded).tolist()
+        return [*(PlannedGroup(question, self.samples) for question in new), *map(self._again, back.tolist())]
+
+    def _again(self, question: int) -> PlannedGroup:
+        """Plan a group that continues a stored answer, if `experience.prefix` gives a share of one that exists."""
+        table, again = self.memory.table, PlannedGroup(question, self.samples)
+        given = float(PREFIXES[self.options.experience.prefix](self.memory.given[question], self.rng))
+        rows = np.array(table.rows_of_question(question) if given else [], np.int64)
+        wanted = is_success(table.values("reward", rows), self.options.success) == (given > 0)
+        rows = rows[wanted & (table.values("length", rows) > 1)]
+        if not len(rows):
+            return again
+        response = table.response(int(self.rng.choice(rows)))
+        # The last token is never given: the policy has one to write.
+        size = math.ceil(abs(given) * (len(response) - 1))
+        return dataclasses.replace(again, prefix=tuple(response[:size].tolist()), given=given)
 
     def _returning(self, most: int, excluded: npt.NDArray[np.bool_]) -> Ints:
         """Draw questions whose latest pass rate lies in `band`, `cooldown` steps after they were asked or later."""
@@ -201,9 +225,12 @@ class BatchPlanner:
 
 
 def with_stored(planner: BatchPlanner, groups: Sequence[PlannedGroup], most: int) -> list[PlannedGroup]:
-    """Let at most `most` stored answers join each of the first floor(rho B) fresh groups, which come last then."""
-    held = planner.memory.table.held
-    joined = [min(most, int(held[group.question])) for group in groups[: planner.share(planner.batch)]]
+    """Let at most `most` stored answers join each of the first floor(rho B) fresh groups, which come last then.
+
+    None joins a group with a prefix, whose answers are compared with one another.
+    """
+    held, share = planner.memory.table.held, planner.share(planner.batch)
+    joined = [0 if group.prefix else min(most, int(held[group.question])) for group in groups[:share]]
     first = [dataclasses.replace(group, choose=several) for group, several in zip(groups, joined, strict=False)]
     return sorted([*first, *groups[len(first) :]], key=lambda group: group.choose > 0)
 

@@ -66,6 +66,7 @@ class _MadeUp:
             old_log_probs_from=np.zeros(rows),
             text=[""] * rows,
             parts=[{} for _ in range(rows)],
+            given=np.repeat([group.given for group in planned], counts),
             **{name: self.log_probs(batch) for name in SCORES},
         )
         return batch

@@ -26,7 +26,7 @@ ScoreAll = Callable[[StepBatch], MeanScores]
 
 
 class StoreReport(NamedTuple):
-    """Result of storing a step: the fraction of fresh successes, and a note for the user, if any."""
+    """Result of storing a step: the fraction of successes of unaided answers, and a note for the user, if any."""
 
     pass_rate: float
     note: str | None
@@ -97,8 +97,8 @@ class Replay:
 
     @property
     def active(self) -> bool:
-        """True if the next step replays and stores answers."""
-        return self.open and self.config.ratio > 0
+        """True if the next step may replay, and stores answers."""
+        return self.open and self.config.stores
 
     @property
     def finished(self) -> bool:
@@ -197,6 +197,9 @@ class Replay:
     ) -> StepBatch:
         """Return the batch with `trained`, and with late groups of stored answers appended.
 
+        Groups with a prefix are not stored, so those with a gradient are trained on whatever the method selects, which
+        fills the other places of a batch.
+
         Args:
             batch: the graded groups of a step.
             size: B, questions of a step.
@@ -211,22 +214,25 @@ class Replay:
         if self._settle is None:
             batch.fill(trained=among)
             return batch
+        aided = np.isin(among, batch.group[batch.column("given") != 0])
+        besides, among = among[aided], among[~aided]
         graded = batch.take_groups(among)
         graded = graded if self._settles_by_scores else graded.without(*SCORES)
-        settled = self._settle(graded, self._planner(size, step))
+        settled = self._settle(graded, self._planner(size - len(besides), step))
         late = [one for one in settled if isinstance(one, PlannedGroup)]
         numbers = iter(range(batch.groups, batch.groups + len(late)))
         trained = [next(numbers) if isinstance(one, PlannedGroup) else among[one] for one in settled]
+        trained += besides[batch.has_signal[besides]].tolist()
         if late:
             batch = batch.append_groups(self._join(late, [one.rows for one in late]))
         batch.fill(trained=np.array(trained, np.int64))
         return batch
 
     def in_band(self, batch: StepBatch, band: Band) -> Mask:
-        """Return a mask [G] of the groups in the trained band; groups of stored answers alone are in every band."""
+        """Return a mask [G] of the groups in the trained band; without an unaided answer they are in every band."""
         samples = self.options.samples
-        asked = np.bincount(batch.group[batch.fresh], minlength=batch.groups) > 0
-        return ~asked | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
+        unaided = np.bincount(batch.group[batch.unaided], minlength=batch.groups) > 0
+        return ~unaided | BANDS[band](success_counts(self.memory.evidence(batch), samples), samples)
 
     def admitted(self, batch: StepBatch) -> Mask:
         """Return a mask [N] of the rows of a graded step that `store` stores."""
@@ -240,9 +246,11 @@ class Replay:
             step: its number.
             admitted: [N] result of `admitted`; None: compute it now.
         """
-        rewards = batch.reward[batch.fresh]
-        rate = float(is_success(rewards, self.options.success).mean())
         self.memory.update(batch, step, self.admitted(batch) if admitted is None else admitted)
+        rewards = batch.reward[batch.unaided]
+        if not len(rewards):
+            return StoreReport(math.nan, None)
+        rate = float(is_success(rewards, self.options.success).mean())
         # Continuous rewards may never reach `success`.
         progress = float(rewards.mean()) if self.config.bucket_by == "reward_deviation" else rate
         if not self.open and progress > self.config.start_pass_rate:
@@ -276,17 +284,24 @@ class Replay:
         self.memory.restore(arrays)
 
 
-def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[int]]:
+def numbers_of(planned: Sequence[PlannedGroup], rows: Ints) -> list[list[Any]]:
     """Return planned groups as plain numbers, for `planned_from` once the memory is restored.
 
     A restored table has no gaps, so stored answers are named by their places among its `rows` [N].
     """
-    return [[one.question, one.fresh, one.choose, *np.searchsorted(rows, one.rows).tolist()] for one in planned]
+    places = [np.searchsorted(rows, one.rows).tolist() for one in planned]
+    return [
+        [one.question, one.fresh, one.choose, at, list(one.prefix), one.given]
+        for one, at in zip(planned, places, strict=True)
+    ]
 
 
-def planned_from(numbers: Sequence[Sequence[int]]) -> list[PlannedGroup]:
+def planned_from(numbers: Sequence[Sequence[Any]]) -> list[PlannedGroup]:
     """Return the planned groups of `numbers_of`."""
-    return [PlannedGroup(question, fresh, choose, tuple(rows)) for question, fresh, choose, *rows in numbers]
+    return [
+        PlannedGroup(question, fresh, choose, tuple(rows), tuple(prefix), given)
+        for question, fresh, choose, rows, prefix, given in numbers
+    ]
 
 
 def replay_metrics(replay: Replay, batch: StepBatch, step: int) -> dict[str, float]:

@@ -75,17 +75,20 @@ class RolloutWorker:
         sampling: Sampling,
         seed: int,
         written: Sequence[Sequence[Rollout]] | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
     ) -> Produced:
         """Generate this rank's share of the answers, without waiting for other ranks or for the last grades.
 
-        Of answers that are `written` already, to the first questions that have any, all are only graded.
+        Of answers that are `written` already, to the first questions that have any, all are only graded. Those to a
+        question with a prefix begin with its tokens.
         """
         ranks = self.engine.ranks
-        share = self.world.split(list(zip(questions, counts, strict=True)), ranks)
-        asked = [question for _, (question, _) in share]
+        prefixes = [()] * len(questions) if prefixes is None else prefixes
+        share = self.world.split(list(zip(questions, counts, prefixes, strict=True)), ranks)
+        asked = [question for _, (question, *_) in share]
         requests = [
-            self.request(question, count, sampling, derive_seed(seed, "question", question.index))
-            for _, (question, count) in share
+            self.request(question, count, sampling, derive_seed(seed, "question", question.index), prefix)
+            for _, (question, count, prefix) in share
         ]
         grading = self.grader.begin()
         if written is not None:
@@ -114,11 +117,14 @@ class RolloutWorker:
         spent = Counts(len(answers), 0, 0, seconds, 0.0, self.engine.counts(), broken)
         return Produced(questions, counts, positions, answers, grading, spent, problem)
 
-    def request(self, question: Question, count: int, sampling: Sampling, seed: int) -> Request:
+    def request(
+        self, question: Question, count: int, sampling: Sampling, seed: int, prefix: Sequence[int] = ()
+    ) -> Request:
         """Return the request for answers to a question, with the stop strings of its source if that has its own."""
         if question.stop is not None:
             sampling = replace(sampling, stop=Stops(question.stop, self.decode))
-        return Request(question.prompt_ids, count, sampling, seed)
+        begun = Rollout(np.array(prefix, np.int32), False, response_mask=np.zeros(len(prefix), bool))
+        return Request(question.prompt_ids, count, sampling, seed, begun=(begun,) * count if prefix else ())
 
     def awake(self, generated: Iterator[Finished]) -> Iterator[Finished]:
         """Yield what the engine generates, and put it to sleep again; the time counts in the next `Produced`."""

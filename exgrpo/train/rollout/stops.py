@@ -80,7 +80,9 @@ def text_of(answer: Rollout, decode: Decode, stop: tuple[str, ...]) -> str:
     if not stop:
         return decode(answer.response[:-1])
     text = decode(answer.response)
-    last = text if answer.response_mask is None else decode(_turns(answer)[-1])
+    # Tokens that an answer was given to begin with hold no stop string, but perhaps a part of one.
+    whole = answer.response_mask is None or not answer.response_mask[0]
+    last = text if whole else decode(_turns(answer)[-1])
     start = _start(last, stop)
     return decode(answer.response[:-1]) if start is None else text[: len(text) - len(last) + start]
 

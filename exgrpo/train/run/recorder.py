@@ -101,7 +101,8 @@ class Recorder:
     def _answer(self, batch: StepBatch, row: int, stop: tuple[str, ...]) -> SampledAnswer:
         answer, reward = batch.answer(row), batch.reward.item(row)
         texts = parts_of(answer, self._trainer.rollout_worker.decode, stop)
-        writers: cycle[Writer] = cycle(("policy", "environment"))
+        given = answer.response_mask is not None and not answer.response_mask[0]
+        writers: cycle[Writer] = cycle(("prefix", "policy") if given else ("policy", "environment"))
         parts = tuple(zip(writers, texts, strict=False))
         shown = SampledAnswer(parts, reward, answer.finished, len(answer.response))
         if not batch.replayed[row]:

@@ -15,7 +15,8 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "replay"
 METHODS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 TRACED = {"rlep", "luffy"}
 """Methods that replay what they were given at the start."""
-WITHOUT_ANSWERS = {"on_policy", "dynamic_sampling", "prompt_replay", "recommended"}
+PREFIXED = {"prefix_rl", "prefix_sampling"}
+WITHOUT_ANSWERS = {"on_policy", "dynamic_sampling", "prompt_replay", "recommended", *PREFIXED}
 """Methods that replay no answer."""
 
 
@@ -75,5 +76,7 @@ def test_every_method_drives_the_loop(name):
         assert len(memory.table) == 10
     if name == "dynamic_sampling":
         assert all(result.metrics["idle_group_fraction"] == 0 for result in results)
+    if name in PREFIXED:
+        assert sum(result.metrics.get("prefixed_groups", 0) for result in results) > 0
     if name == "prompt_replay":
         assert memory.times.max() > 1
