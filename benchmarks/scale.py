@@ -30,7 +30,7 @@ from benchmarks.test_experience import (
     filled_columns,
     graded,
 )
-from exgrpo.train.checkpoint.store import read_experience, write_checked
+from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
@@ -165,7 +165,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     replay = empty(sizes, tokens)  # frees the earlier one
     del table
     before = resident("RssAnon")
-    found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_experience(folder, name))))
+    found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_checked(folder, name))))
     found["loaded_bytes"] = (resident("RssAnon") - before) / len(replay.memory.table)
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
