@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import test_experience as experience
 from benchmarks.memory import status
-from exgrpo.train.checkpoint.store import read_experience, write_checked
+from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
 from exgrpo.train.data.rows import Row
@@ -154,7 +154,7 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
     replay = empty(sizes, tokens)  # frees the earlier one
     del table
     before = resident("RssAnon")
-    found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_experience(folder, name))))
+    found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_checked(folder, name))))
     found["loaded_bytes"] = (resident("RssAnon") - before) / len(replay.memory.table)
     found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found

@@ -6,7 +6,7 @@
 
 namespace exgrpo {
 
-// Must match exgrpo.kernels.cuda_chunks.binding.ProductArguments field by field.
+// Must match exgrpo.kernels.cuda_chunks.cuda_fused.ProductArguments field by field.
 struct ProductArguments {
   int64_t rows;
   int64_t vocabulary;

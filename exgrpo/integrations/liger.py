@@ -10,6 +10,7 @@ from exgrpo.kernels import importance_ratio, linear_log_prob, linear_policy_loss
 from exgrpo.kernels.inputs import IGNORED
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""Loss types that differ only in the weight of each token, which is multiplied into its advantage."""
 COVERED = {"loss_type": LOSS_TYPES, "importance_sampling_level": ("token",), "delta": (None,)}
 """Supported values of Liger's options: averages of the tokens' clipped objectives."""
 
@@ -32,11 +33,10 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         loss_type: ``"grpo"``, ``"bnpo"``, ``"dr_grpo"`` or ``"dapo"``.
         max_completion_length: divisor of each row for ``"dr_grpo"``.
         importance_sampling_level: ``"token"``.
-        sapo_temperature_pos, sapo_temperature_neg: ignored: loss type ``"sapo"`` is refused.
         temperature: divisor of the logits, above 0.
         delta: None.
         use_bias_correction_kl: multiply the divergence of a token by its importance ratio.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: ignored: loss type ``"vespo"`` is refused.
+        sapo_..., vespo_...: ignored: loss types ``"sapo"`` and ``"vespo"`` are refused.
         memory: bytes that the kernels may take, see :func:`exgrpo.kernels.linear_log_prob`; not in Liger's loss.
 
     Raises:
@@ -147,9 +147,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
                 memory=self.memory,
             )
             return result.loss, (self._clipped_share(result.ratio, advantages, mask),)
-        log_prob = linear_log_prob(
-            _input, lin_weight, kept, bias=bias, temperature=self.temperature, memory=self.memory
-        ).log_prob
+        log_prob = self._log_prob(_input, lin_weight, kept, bias)
         old = log_prob.detach() if old_per_token_logps is None else old_per_token_logps
         result = policy_loss(log_prob, old, weighted, clip=self.clip, normalizer=normalizer, mask=mask)
         clipped = self._clipped_share(result.ratio, advantages, mask)
@@ -189,9 +187,11 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if hidden is None or weight is None:
             raise ValueError("ref_per_token_logps, or ref_input and ref_weight: use_ref_model is True, got None")
         with torch.no_grad():
-            return linear_log_prob(
-                hidden, weight, target, bias=bias, temperature=self.temperature, memory=self.memory
-            ).log_prob
+            return self._log_prob(hidden, weight, target, bias)
+
+    def _log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        temperature, memory = self.temperature, self.memory
+        return linear_log_prob(hidden, weight, target, bias=bias, temperature=temperature, memory=memory).log_prob
 
     def _divergence(self, log_prob: Tensor, old_log_prob: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """Return the k3 estimate of each token [B, L], 0 where masked."""

@@ -2,9 +2,8 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +21,18 @@ if TYPE_CHECKING:
 def log_probs_from_hidden(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return log-probabilities of labels from hidden states; OpenRLHF's ``log_probs_from_logits`` takes logits.
 
-    Differentiable in ``hidden`` and ``weight``. If you also need entropies (OpenRLHF's ``compute_entropy``), call
-    :func:`exgrpo.kernels.linear_log_prob`, which returns both at the cost of one.
+    Arguments, gradients and errors are those of :func:`exgrpo.kernels.linear_log_prob`, which returns entropies
+    (OpenRLHF's ``compute_entropy``), too, at the cost of one. The hidden states are not modified, whereas OpenRLHF
+    divides the caller's logits in place.
 
     Args:
-        hidden: hidden states, ``[..., D]``; float16, bfloat16, float32 or float64.
-        weight: the head, ``[V, D]``, of the same dtype.
+        hidden: hidden states, ``[..., D]``.
+        weight: the head, ``[V, D]``.
         labels: index of each token, ``[...]``, int64, in ``[0, V)``, or -100: such a position is 0 and costs nothing.
-        temperature: divisor of the logits, above 0. The hidden states are not modified, whereas OpenRLHF divides the
-            caller's logits in place.
+        temperature: divisor of the logits, above 0.
 
     Returns:
         Tensor: log-probabilities shaped like ``labels``, in nats, float32 (float64 for float64 inputs).
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, device or value.
     """
     return linear_log_prob(hidden, weight, labels, temperature=temperature).log_prob
 
@@ -76,8 +71,7 @@ def patch_actor(actor: Any, *, memory: int | None = None) -> Callable[[], None]:
     return undo
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(NamedTuple):
     """The model's inputs, the labels to score, and a function that restores shape ``[B, L]``."""
 
     sequences: Tensor

@@ -105,7 +105,9 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None
         raise ValueError(f"model: {type(model).__name__} is patched already; unpatch_lm_head undoes it")
     if any(is_partitioned(p) for p in head.parameters()) and not head._forward_pre_hooks:
         raise RuntimeError("model: ZeRO-3 has it partitioned; patch engine.module, after deepspeed.initialize")
-    tokens = _compared_tokens(model)
+    parameter = next(model.parameters())
+    device = None if parameter.is_meta else parameter.device  # accelerate offloads to meta
+    tokens = torch.arange(COMPARED, device=device)[None] % cast(Any, model).config.get_text_config().vocab_size
     with _evaluating(model):
         logits = model(input_ids=tokens).logits
         logit_map = measure(model, direct=False, memory=memory)
@@ -121,13 +123,7 @@ def patch_lm_head(model: nn.Module, *, backend: str = "auto", memory: int | None
 
 
 def unpatch_lm_head(model: nn.Module) -> nn.Module:
-    """Undo :func:`patch_lm_head`.
-
-    Args:
-        model: a patched model.
-
-    Returns:
-        The same model with its original forwards.
+    """Undo :func:`patch_lm_head`, and return the same model.
 
     Raises:
         ValueError: the model is not patched, or its forward has been replaced again since.
@@ -218,12 +214,6 @@ def _head(model: Any) -> nn.Module:
     if getattr(model.config, "is_encoder_decoder", False):
         raise TypeError(f"model: {type(model).__name__} is an encoder-decoder; expected a causal LM")
     return head
-
-
-def _compared_tokens(model: Any) -> Tensor:
-    parameter = next(model.parameters())
-    device = None if parameter.is_meta else parameter.device  # accelerate offloads to meta
-    return torch.arange(COMPARED, device=device)[None] % model.config.get_text_config().vocab_size
 
 
 def _compare(result: LogProb, logits: Tensor, tokens: Tensor, name: str) -> None:

@@ -287,9 +287,8 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         return self._rows
 
     def _mean_scores(self, candidates: StepBatch) -> MeanScores:
-        return MeanScores.from_scores(
-            candidates, self._scores(candidates, 1.0)
-        )  # selection is defined at temperature 1
+        # Selection is defined at temperature 1.
+        return MeanScores.from_scores(candidates, self._scores(candidates, 1.0))
 
     def _scores(self, batch: StepBatch, temperature: float) -> Score:
         """Return scores of a batch's tokens under the current policy, and store them in it, on all processes."""
@@ -346,10 +345,11 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:  # before TRL's state, so that a checkpoint with that state is complete
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            save_replay(folder / EXPERIENCE, self.replay, self.generation, self.prompts)
+            save_replay(folder / EXPERIENCE, self.replay, self.generation, self.prompts.ids)
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.generation = load_replay(Path(checkpoint) / EXPERIENCE, self.replay, self.prompts)
+            self.generation, prompts = load_replay(Path(checkpoint) / EXPERIENCE, self.replay)
+            self.prompts.ids = {question: ids.tolist() for question, ids in prompts.items()}

@@ -89,7 +89,9 @@ def _put(batch: Batch, new: Batch, start: int) -> None:
     """Overwrite the rows from `start` on, widening the batch for longer ones."""
     prompt = max(tensors["prompt_ids"].shape[1] for tensors in (batch, new))
     completion = max(tensors["completion_ids"].shape[1] for tensors in (batch, new))
-    of_tokens = [*TOKEN_TENSORS, *(["importance_sampling_ratio"] if _by_token(batch) else [])]
+    ratio = batch.get("importance_sampling_ratio")
+    by_token = ratio is not None and ratio.shape[1] > 1
+    of_tokens = [*TOKEN_TENSORS, *(["importance_sampling_ratio"] if by_token else [])]
     end = start + len(new["prompt_ids"])
     for tensors in (batch, new):
         for name in ("prompt_ids", "prompt_mask"):
@@ -99,13 +101,8 @@ def _put(batch: Batch, new: Batch, start: int) -> None:
                 tensors[name] = functional.pad(tensors[name], (0, completion - tensors[name].shape[1]))
     for name, tensor in new.items():
         batch[name][start:end] = tensor
-    if "importance_sampling_ratio" in batch:  # stored answers are not from this generation's sampler
+    if ratio is not None:  # stored answers are not from this generation's sampler
         batch["importance_sampling_ratio"][start:end] = 1
-
-
-def _by_token(batch: Batch) -> bool:
-    ratio = batch.get("importance_sampling_ratio")
-    return ratio is not None and ratio.shape[1] > 1
 
 
 def _put_terms(batch: Batch, mine: StepBatch) -> None:

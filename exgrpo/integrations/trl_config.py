@@ -144,7 +144,8 @@ def check(options: ExGRPOConfig) -> None:
     """Check the options of replay, and those of TRL that it depends on; raise ConfigError."""
     for name, (least, most, expected, remedy) in RANGES.items():
         value = getattr(options, name)
-        if not (_is_number(value, least, most) or (name == "epsilon_high" and value is None)):
+        fits = isinstance(value, int | float) and math.isfinite(value) and least <= value <= most
+        if not (fits or (name == "epsilon_high" and value is None)):
             raise ConfigError(f"{name}: expected {expected}, got {value!r}{remedy}")
     _ = options.kernel_memory  # reading it validates it
     _section(RolloutConfig, {"refills": options.refills})
@@ -253,7 +254,3 @@ def _section(section: type[Any], values: dict[str, Any]) -> Any:
         return section(**values)
     except ValidationError as error:
         raise ConfigError(explain(error, section, "ExGRPOConfig")) from None
-
-
-def _is_number(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and least <= value <= most

@@ -21,6 +21,7 @@ from exgrpo.heads.forwards import Replacement, replace_forward
 from exgrpo.heads.inputs import HeadInputs
 from exgrpo.heads.inside import compute, open_head
 from exgrpo.heads.logit_map import LogitMap, measure
+from exgrpo.integrations.liger import LOSS_TYPES
 from exgrpo.kernels import LogProb, PolicyLoss, linear_log_prob, linear_policy_loss
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 else:
     GRPOTrainer = object  # importable without TRL
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""Loss types of TRL that differ only in the weight of each token, which is multiplied into its advantage."""
 
 
 class PolicyLossInputs(NamedTuple):
@@ -117,7 +115,10 @@ def _fused_forward(
     target = labels[:, 1:].to(head.weight.device)
     aux_loss = None
     if kwargs.get("output_router_logits"):
-        aux_loss = _load_balancing_loss(outputs.router_logits, config, kwargs.get("attention_mask"))
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        experts = (config.num_experts, config.num_experts_per_tok)
+        aux_loss = load_balancing_loss_func(outputs.router_logits, *experts, kwargs.get("attention_mask"))
     options = fused.logit_map.options(fused.temperature)
     with torch.autocast(hidden.device.type, enabled=False) if fused.fp32_head else nullcontext():
         hidden = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(head.weight.dtype)
@@ -137,12 +138,6 @@ def _log_prob(head: HeadInputs, target: Tensor, options: dict[str, Any]) -> LogP
 
 def _policy_loss(head: HeadInputs, target: Tensor, objective: PolicyLossInputs, options: dict[str, Any]) -> PolicyLoss:
     return linear_policy_loss(head.hidden, head.weight, target, bias=head.bias, **objective._asdict(), **options)
-
-
-def _load_balancing_loss(router_logits: Any, config: Any, attention_mask: Tensor | None) -> Tensor:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
 
 
 def beyond_kernel(options: Any) -> list[str]:

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from exgrpo.integrations.trl_batch import places
-from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.common.distributed import World
+from exgrpo.train.common.durable import read_checked, write_checked
+from exgrpo.train.common.records import TokenIds
 from exgrpo.train.common.step_batch import Floats, Ints, StepBatch
 from exgrpo.train.data.questions import Question
 from exgrpo.train.data.rows import Message, as_text, canonical, first_places, marked_answer
 from exgrpo.train.replay import PlannedGroup, Replay, ReplayState
 from exgrpo.train.replay.memory import OF_QUESTIONS
+from exgrpo.train.replay.table import LENGTH
 from exgrpo.train.run.start_experience import Answer, Beginning, Encoding, Started, start_experience
 
 STATE = "state.json"
@@ -177,8 +179,8 @@ def start_replay(trainer: Any) -> Started | None:
     encoding = Encoding(trainer._tokenizer, trainer.eos_token_ids, vocabulary)
     started = start_experience(run, encoding)
     if started and trainer.rollout_func is not None:
-        held = set(trainer.replay.memory.table.column("question").tolist())
-        trainer.prompts.learn((of.index, list(of.prompt)) for of in run.questions if of.index in held)
+        held = trainer.replay.memory.table.held
+        trainer.prompts.learn((of.index, list(of.prompt)) for of in run.questions if held[of.index])
     return started
 
 
@@ -202,29 +204,25 @@ def question_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
     return messages[0].content if len(messages) == 1 else as_text(messages)
 
 
-def save_replay(folder: Path, replay: Replay, generation: int, prompts: Prompts | None = None) -> None:
+def save_replay(folder: Path, replay: Replay, generation: int, prompts: Mapping[int, Sequence[int] | TokenIds]) -> None:
     """Write the state of a replay, and the number of generations, to a new folder.
 
-    Of the prompts, only those of questions with stored answers are written.
+    Of the `prompts`, token ids by question, only those of questions with stored answers are written.
     """
     state = replay.state()
-    held = set(replay.memory.table.column("question").tolist())
-    kept = {question: ids for question, ids in prompts.ids.items() if question in held} if prompts else {}
-    folder.mkdir(parents=True, exist_ok=True)
-    saved = {
-        "arrays": write_checked(folder, state.arrays),
-        "open": state.values["replay_open"],
-        "generation": generation,
-        "rewards_seen": state.values["rewards_seen"],
-        "pool_position": state.values["pool_position"],
-        **state.values["generators"],
-        **({"prompts": kept} if kept else {}),
+    kept = {question: ids for question, ids in prompts.items() if replay.memory.table.held[question]}
+    of_prompts: dict[str, np.ndarray] = {
+        "prompt.question": np.array(list(kept), np.int64),
+        "prompt.length": np.array(list(map(len, kept.values())), np.int64),
+        "prompt.token": np.concatenate([np.empty(0, np.int32), *kept.values()]).astype(np.int32),
     }
-    (folder / STATE).write_text(json.dumps(saved), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {"arrays": write_checked(folder, state.arrays | of_prompts), "values": state.values}
+    (folder / STATE).write_text(json.dumps({**saved, "generation": generation}), encoding="utf-8")
 
 
-def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) -> int:
-    """Restore a replay and its prompts; return the number of generations before the save.
+def load_replay(folder: Path, replay: Replay) -> tuple[int, dict[int, TokenIds]]:
+    """Restore a replay; return the number of generations before the save, and the prompts.
 
     Raise ValueError if there is no state, it has another number of questions, or a file is damaged.
     """
@@ -234,25 +232,19 @@ def load_replay(folder: Path, replay: Replay, prompts: Prompts | None = None) ->
             "give it as the model and do not resume"
         )
     saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    arrays = read_experience(folder, saved["arrays"])
+    arrays = read_checked(folder, saved["arrays"])
     questions = len(replay.memory.count)
     if len(arrays["count"]) != questions:
         raise ValueError(
             f"{folder} is the experience of {len(arrays['count'])} questions and train_dataset has {questions}: "
             "resume with the data set of the run"
         )
-    if lacking := {*OF_QUESTIONS, "retired"} - set(arrays):
+    if lacking := {*OF_QUESTIONS, "retired", LENGTH, "prompt.token"} - set(arrays):
         raise ValueError(
             f"{folder} was written by an earlier version, without {', '.join(sorted(lacking))}: to start from the "
             "weights of that checkpoint, give it as the model and do not resume"
         )
-    values = {
-        "replay_open": saved["open"],
-        "rewards_seen": saved["rewards_seen"],
-        "pool_position": saved["pool_position"],
-        "generators": {"pool": saved["pool"], "replay": saved["replay"]},
-    }
-    if prompts is not None:
-        prompts.ids = {int(question): ids for question, ids in saved.get("prompts", {}).items()}
-    replay.restore(ReplayState(values, arrays))
-    return int(saved["generation"])
+    replay.restore(ReplayState(saved["values"], arrays))
+    parts = np.split(arrays["prompt.token"], np.cumsum(arrays["prompt.length"])[:-1])
+    prompts = dict(zip(arrays["prompt.question"].tolist(), parts, strict=False))  # of none there is one part
+    return int(saved["generation"]), prompts

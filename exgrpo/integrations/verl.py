@@ -26,12 +26,12 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of labels and entropies under a linear head, as verl's function of this name.
 
-    Both results are differentiable in ``hidden`` and ``weight``; see :func:`exgrpo.kernels.linear_log_prob`. Unlike
-    verl's kernel it does not require a GPU, contiguous tensors or a multiple of 128 channels.
+    Dtypes, gradients and errors are those of :func:`exgrpo.kernels.linear_log_prob`. Unlike verl's kernel it does not
+    require a GPU, contiguous tensors or a multiple of 128 channels.
 
     Args:
-        hidden: hidden states, ``[..., D]``; float16, bfloat16, float32 or float64.
-        weight: the head, ``[V, D]``, of the same dtype; with ``dist_process_group`` this rank's rows of it.
+        hidden: hidden states, ``[..., D]``.
+        weight: the head, ``[V, D]``; with ``dist_process_group`` this rank's rows of it.
         labels: index of each token, ``[...]``, any integer dtype, in ``[0, V)``, or -100: both results of such a
             position are 0, and it costs nothing.
         temperature: divisor of the logits, above 0.
@@ -44,10 +44,6 @@ def linear_cross_entropy(
         tuple[Tensor, Tensor]: the log-probabilities ``[T]`` of T labels (0-d if reduced), and the entropies ``[T]``, in
         nats, float32 (float64 for float64 inputs).
 
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has the wrong shape, device or value.
-
     Note:
         As with verl's kernel, the caller must sum the ranks' gradients of ``hidden``, as Megatron's gather from the
         sequence-parallel region does. Here each rank has an equal share.
@@ -56,8 +52,11 @@ def linear_cross_entropy(
         raise ValueError(f"reduction: expected 'none', 'sum' or 'mean', got {reduction!r}")
     if dist_process_group is not None:
         ranks = dist_process_group.size()
-        hidden = _shared(hidden, ranks)
-        dist_process_group = dist_process_group if ranks > 1 else None
+        if ranks == 1:
+            dist_process_group = None
+        elif hidden.requires_grad:  # its gradient, which is complete on every rank, is divided among the ranks
+            hidden = hidden.view_as(hidden)
+            hidden.register_hook(lambda gradient: gradient / ranks)
     log_prob, entropy = linear_log_prob(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
@@ -117,14 +116,6 @@ def _within(memory: int | None) -> tuple[Callable[..., tuple[Tensor, Tensor]], C
         return linear_log_prob(hidden_states, vocab_weights, input_ids.long(), temperature=temperature, memory=memory)
 
     return (linear_cross_entropy if memory is None else partial(linear_cross_entropy, memory=memory)), forward
-
-
-def _shared(hidden: Tensor, ranks: int) -> Tensor:
-    """Return the same tensor; its gradient, which is complete on every rank, is divided among the ranks."""
-    if ranks > 1 and hidden.requires_grad:
-        hidden = hidden.view_as(hidden)
-        hidden.register_hook(lambda gradient: gradient / ranks)
-    return hidden
 
 
 def _replace(owners: Iterable[Any], name: str, old: object, new: object) -> None:

@@ -49,8 +49,8 @@ with needs(__name__, *PACKAGES):
     from exgrpo.train.replay.groups import fill_advantages
     from exgrpo.train.replay.rules import ImportanceWeighting
 
-EXPERIENCE, PROMPTS = "experience", "prompts.npz"
-"""Folder of the stored answers in a checkpoint, and its file with the prompts of their questions."""
+EXPERIENCE = "experience"
+"""Folder of the stored answers in a checkpoint, with the prompts of their questions."""
 SCORED = "exgrpo"
 """Partition of the TransferQueue for rows to be scored only."""
 
@@ -345,10 +345,7 @@ class ExGRPOTrainer(PPOTrainerSync):
     def _save_checkpoint(self) -> None:
         # Before verl's own state, so that a checkpoint that verl considers complete has the experience.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / EXPERIENCE
-        save_replay(folder, self.replay, self.global_steps)
-        questions, prompts = list(self.prompts), list(self.prompts.values())
-        token = np.concatenate([np.empty(0, np.int32), *prompts])
-        np.savez(folder / PROMPTS, question=questions, length=[*map(len, prompts)], token=token)
+        save_replay(folder, self.replay, self.global_steps, self.prompts)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -357,9 +354,6 @@ class ExGRPOTrainer(PPOTrainerSync):
             trainer, name = self.config.trainer, f"global_step_{self.global_steps}"
             named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
             folder = Path(named or Path(trainer.default_local_dir) / name) / EXPERIENCE
-            load_replay(folder, self.replay)
-            with np.load(folder / PROMPTS, allow_pickle=False) as saved:
-                parts = np.split(saved["token"], np.cumsum(saved["length"], dtype=np.int64)[:-1])
-                self.prompts = dict(zip(saved["question"].astype(int).tolist(), parts, strict=False))
+            _, self.prompts = load_replay(folder, self.replay)
             if self.replay.finished:
                 self.total_training_steps = self.global_steps

@@ -157,9 +157,8 @@ def linear_policy_loss(
     A batch without any token, or with all of them left out, has loss 0 and gradients 0, attached to the graph.
 
     Args:
-        hidden: hidden states, ``[..., D]``, as in :func:`linear_log_prob`.
-        weight: the head, ``[V, D]``.
-        target: index of each token, ``[...]``, int64, in ``[0, V)`` or ``ignore_index``.
+        hidden, weight, target, bias, temperature, softcap, ignore_index, memory, backend: as in
+            :func:`linear_log_prob`.
         old_log_prob: log-probability of each token under the policy that generated it, in nats, shaped like
             ``target``. Constant. Where it is ``inf``, the present policy generated the token: the ratio is 1, and
             its log-probability needs no pass of its own. ``-inf`` only where a token is left out.
@@ -172,20 +171,12 @@ def linear_policy_loss(
         normalizer: what the sum over tokens is divided by, above 0: a number, or a tensor without dimensions. None: the
             number of tokens that are not left out.
         mask: bool, shaped like ``target``; False leaves the position out.
-        bias: ``[V]``.
-        temperature: a number or a tensor shaped like ``target``.
-        softcap: caps the logits before the temperature.
-        allowed_tokens: as in :func:`linear_log_prob`. A target that is alone in its set counts in the loss and has no
-            gradient.
-        ignore_index: targets with this value leave the position out, as in :func:`linear_log_prob`.
-        vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; all other arguments are the same
-            on all ranks. Conventions as in :func:`linear_log_prob`.
-        memory: as in :func:`linear_log_prob`.
-        counts: as in :func:`linear_log_prob`. Tokens with advantage 0 have no gradient where ``entropy_coef`` is 0.
-        weight_grad: as in :func:`linear_log_prob`, but the call itself adds to it, before any backward (with
-            ``backend="reference"`` the backward does). The loss has to be differentiated once, by itself or in a sum:
-            with a factor before it the backward is an error.
-        backend: as in :func:`linear_log_prob`.
+        allowed_tokens: as there. A target that is alone in its set counts in the loss and has no gradient.
+        vocab_group: as there; all arguments but ``weight`` and ``bias`` are the same on all ranks.
+        counts: as there. Tokens with advantage 0 have no gradient where ``entropy_coef`` is 0.
+        weight_grad: as there, but the call itself adds to it, before any backward (with ``backend="reference"`` the
+            backward does). The loss has to be differentiated once, by itself or in a sum: with a factor before it the
+            backward is an error.
 
     Returns:
         PolicyLoss: the differentiable scalar ``loss``, and ``log_prob``, ``entropy``, ``ratio`` and ``clipped``,
@@ -261,15 +252,9 @@ def sequence_entropy(
         target: index of each token, ``[T]``, int64. Only whether it is ``ignore_index`` has an influence.
         cu_seqlens: bounds of the sequences, ``[N + 1]``, int32 or int64, ascending from 0 to T: sequence i is
             ``[cu_seqlens[i], cu_seqlens[i + 1])``.
-        bias: ``[V]``.
-        temperature: a number or a tensor shaped like ``target``.
-        softcap: caps the logits before the temperature.
-        allowed_tokens: as in :func:`linear_log_prob`; the targets have to be in the sets here, too.
-        ignore_index: targets with this value are left out.
-        vocab_group: process group over whose ranks ``weight`` and ``bias`` are split; see :func:`linear_log_prob`.
-        memory: as in :func:`linear_log_prob`.
-        counts: as in :func:`linear_log_prob`; none has a gradient.
-        backend: as in :func:`linear_log_prob`.
+        bias, temperature, softcap, ignore_index, vocab_group, memory, backend: as in :func:`linear_log_prob`.
+        allowed_tokens: as there; the targets have to be in the sets here, too.
+        counts: as there; no target has a gradient.
 
     Returns:
         Tensor: mean entropies ``[N]`` in nats, float32 (float64 for float64 inputs), detached. 0 for a sequence
@@ -298,14 +283,7 @@ def sequence_entropy(
     given = HeadArguments(bias, temperature, softcap, allowed_tokens, ignore_index)._asdict()
     with torch.no_grad():
         entropy = linear_log_prob(
-            hidden,
-            weight,
-            target,
-            **given,
-            vocab_group=vocab_group,
-            memory=memory,
-            counts=counts,
-            backend=backend,
+            hidden, weight, target, **given, vocab_group=vocab_group, memory=memory, counts=counts, backend=backend
         ).entropy
         name = dispatch.requested_for_tokens(target.device)
         return operators.segment_mean(entropy, target != ignore_index, cu_seqlens, name)

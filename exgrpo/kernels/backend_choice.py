@@ -60,6 +60,12 @@ def talkative() -> bool:
     return os.environ.get(DEBUG, "0") not in ("", "0")
 
 
+def say_product(operand: torch.dtype, width: int, fused: bool) -> None:
+    """Print which product a head takes, if it is asked for."""
+    if talkative():
+        say(f"{operand} head of width {width}: {'its own' if fused else 'the library'} product")
+
+
 @cache
 def say(line: str) -> None:
     """Print a line on stderr, once per process."""

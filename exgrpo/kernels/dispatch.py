@@ -164,6 +164,11 @@ def take_for_head(name: str, operation: str, head: Head) -> Backend:
     return take(name, CallKind(operation, head.hidden.device, options.operand, logits), options.shard.group)
 
 
+def take_for_values(name: str, operation: str, values: torch.Tensor) -> Backend:
+    """Return the backend for an operation on some values, as `take` does."""
+    return take(name, CallKind(operation, values.device, values.dtype, values.numel()))
+
+
 def _check_named(name: str, device: torch.device, dtype: torch.dtype, group: "ProcessGroup | None") -> None:
     source = f"backend={name!r}"
     _check_available(name, source, device)  # a compiled caller has not

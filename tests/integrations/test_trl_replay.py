@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from exgrpo.integrations.trl_batch import deal
 from exgrpo.integrations.trl_replay import STATE, load_replay, placed, plan_generation, save_replay
-from exgrpo.train.checkpoint.store import read_checked, write_checked
+from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
+from exgrpo.train.replay.table import LENGTH
 from tests.train.batches import Row, make_batch
 
 
@@ -59,19 +60,33 @@ def test_groups_that_tensors_cannot_hold_are_refused(planned: PlannedGroup) -> N
         placed([planned], make_batch([(7, [Row(replayed=True)] * planned.choose)]), 3)
 
 
-def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacking", [("asked", "shown"), (LENGTH,)])  # the latter in files of formats 5 and 6
+def test_a_state_that_lacks_what_is_known_now_is_refused(tmp_path: Path, lacking: tuple[str, ...]) -> None:
     replay = Replay(MethodOptions(ExperienceConfig(), 4), 20, seed=0)
-    save_replay(tmp_path, replay, 3)
+    save_replay(tmp_path, replay, 3, {})
     state = json.loads((tmp_path / STATE).read_text(encoding="utf-8"))
     arrays = read_checked(tmp_path, state["arrays"])
-    state["arrays"] = write_checked(tmp_path, {name: arrays[name] for name in arrays if name not in ("asked", "shown")})
+    state["arrays"] = write_checked(tmp_path, {name: arrays[name] for name in arrays if name not in lacking})
     (tmp_path / STATE).write_text(json.dumps(state), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"earlier version, without asked, shown: .* give it as the model"):
+    with pytest.raises(ValueError, match=f"earlier version, without {', '.join(lacking)}: .* give it as the model"):
         load_replay(tmp_path, replay)
 
 
+def test_prompts_of_questions_with_stored_answers_come_back(tmp_path: Path) -> None:
+    options = MethodOptions(ExperienceConfig(start_pass_rate=0.0), 2)
+    replay = Replay(options, 6, seed=0)
+    replay.store(graded({question: [1.0, 0.0] for question in (1, 4)}), 0)
+    for prompts in ({4: [7, 8, 9], 2: [1], 1: [3]}, {1: np.array([3], np.int32)}, {}):
+        save_replay(tmp_path, replay, 3, prompts)
+        generation, found = load_replay(tmp_path, Replay(options, 6, seed=1))
+        assert generation == 3
+        assert {question: ids.tolist() for question, ids in found.items()} == {
+            question: list(ids) for question, ids in prompts.items() if question != 2
+        }
+
+
 def test_experience_of_other_questions_is_refused(tmp_path: Path) -> None:
-    save_replay(tmp_path, Replay(MethodOptions(ExperienceConfig(), 4), 20, seed=0), 0)
+    save_replay(tmp_path, Replay(MethodOptions(ExperienceConfig(), 4), 20, seed=0), 0, {})
     with pytest.raises(ValueError, match="of 20 questions and train_dataset has 21"):
         load_replay(tmp_path, Replay(MethodOptions(ExperienceConfig(), 4), 21, seed=0))
 

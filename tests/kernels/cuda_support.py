@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from exgrpo.kernels import dispatch, extension
-from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import ProductArguments
+from exgrpo.kernels.cuda_chunks import cuda_fused
+from exgrpo.kernels.cuda_chunks.cuda_fused import ProductArguments
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
@@ -42,17 +42,17 @@ def emulated(name):
         shutil.rmtree(folder)
 
 
-def emulate_product(call, *, clusters=1, backwards=False, eager=False):
-    """A call of the product by so many clusters."""
+def emulate_product(arguments, *, clusters=1, backwards=False, eager=False):
+    """Run the product on some arguments by so many clusters."""
     function = emulated("cuda_product_emulation").emulated_product
     function.restype, function.argtypes = c_char_p, [POINTER(ProductArguments), c_int, c_bool, c_bool]
-    binding.check(function(byref(call.arguments), clusters, backwards, eager))
+    cuda_fused.check(function(byref(arguments), clusters, backwards, eager))
 
 
 def emulate_backend(monkeypatch):
     """Let the CUDA backend run without a GPU: its own kernels emulated, Triton's in their interpreter."""
     monkeypatch.setitem(dispatch.BACKENDS, "cuda", "exgrpo.kernels.cuda_chunks")
-    monkeypatch.setattr(binding.Call, "launch", lambda call, device: emulate_product(call))
+    monkeypatch.setattr(cuda_fused, "launch", lambda arguments, device: emulate_product(arguments))
     monkeypatch.setattr(extension, "cuda_unavailable", lambda device: "")
 
 

@@ -15,9 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed; it brings the dis
 import triton
 
 from exgrpo.kernels import extension
-from exgrpo.kernels.cuda_chunks import binding
-from exgrpo.kernels.cuda_chunks.binding import ProductArguments
-from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS
+from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS, ProductArguments, check
 
 from .cuda_support import NVCC, ON_GPU, SOURCES, run
 
@@ -92,7 +90,7 @@ def test_calls_that_fail_are_named(library, built):
 
     def call(rows, vocabulary):
         arguments = ProductArguments(rows=rows, vocabulary=vocabulary, width=64)
-        binding.check(extension.cuda_library().exgrpo_product(ctypes.byref(arguments), None))
+        check(extension.cuda_library().exgrpo_product(ctypes.byref(arguments), None))
 
     for rows, vocabulary in ((0, 100), (5, 0)):  # nothing to do is no error
         call(rows, vocabulary)

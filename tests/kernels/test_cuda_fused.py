@@ -1,11 +1,14 @@
 """The product by itself against float64: its source on an emulated machine, and on a GPU where there is one."""
 
+from functools import partial
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, product_call
+from exgrpo.kernels.cuda_chunks import cuda_fused
+from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, run_product
 from exgrpo.kernels.triton_chunks.fused_product import AnchoredRows, GradientRows, Operands
 
 from .cuda_support import ON_GPU, emulate_product
@@ -51,11 +54,11 @@ class Case:
     def run(self, *, out=True, known=None, **schedule):
         operands = Operands(self.hidden, self.weight, self.bias)
         rows = AnchoredRows(self.target, self.anchor, self.temperature)
-        call = product_call(operands, rows, self.out if out else None, self.partial, known)
-        if self.machine == "gpu":
-            call.launch(torch.device("cuda"))
-        else:
-            emulate_product(call, **schedule)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if self.machine == "emulated":
+                emulation = partial(emulate_product, **schedule)
+                monkeypatch.setattr(cuda_fused, "launch", lambda arguments, device: emulation(arguments))
+            run_product(operands, rows, self.out if out else None, self.partial, known)
 
     def check(self, *, out=True):
         tau = 1.0 if self.temperature is None else self.temperature.double().unsqueeze(1)

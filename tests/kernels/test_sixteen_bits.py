@@ -37,7 +37,7 @@ if DEVICE.type == "cuda":
     PATHS = TORCH + GPU + CUDA * ON_GPU
 if INTERPRETING or DEVICE.type == "cuda":
     pytest.importorskip("triton", reason="triton is not installed")
-    from exgrpo.kernels.cuda_chunks.binding import Call
+    from exgrpo.kernels.cuda_chunks import cuda_fused
     from exgrpo.kernels.triton_chunks import fused_product, launch, triton_passes
     from exgrpo.kernels.triton_chunks.triton_fused import FusedTritonPasses
 
@@ -105,23 +105,23 @@ def imitated(seen, added, a, b, *, out_dtype=None, beta=1.0, out=None):
 
 @pytest.fixture
 def used(monkeypatch):
-    """Products that calls of the Triton and CUDA backends took: "library", "fused" and "exgrpo_product"."""
+    """Products that calls of the Triton and CUDA backends took: "library", "fused" and "cuda"."""
     monkeypatch.setenv("EXGRPO_SELF_TEST", "0")  # whose products would be listed too
     seen = set()
     if not (INTERPRETING or DEVICE.type == "cuda"):
         return seen
-    begin, launch_it = triton_passes.TritonPasses.__init__, Call.launch
+    begin, launch_it = triton_passes.TritonPasses.__init__, cuda_fused.launch
 
     def begun(self, *rest):
         seen.add("library" if type(self) is triton_passes.TritonPasses else "fused")
         begin(self, *rest)
 
-    def launched(call, device):
-        seen.add(call.function)
-        launch_it(call, device)
+    def launched(arguments, device):
+        seen.add("cuda")
+        launch_it(arguments, device)
 
     monkeypatch.setattr(triton_passes.TritonPasses, "__init__", begun)
-    monkeypatch.setattr(Call, "launch", launched)
+    monkeypatch.setattr(cuda_fused, "launch", launched)
     return seen
 
 
@@ -129,7 +129,7 @@ def names_of(path, *, fits=True):
     """What `used` has after a call; ``fits``: the product in CUDA takes the operands."""
     if path.backend == "torch":
         return set()
-    return {path.logits} | ({"exgrpo_product"} if path.backend == "cuda" and fits else set())
+    return {path.logits} | ({"cuda"} if path.backend == "cuda" and fits else set())
 
 
 # Tokens, width, vocabulary, options of the head, and rows of a chunk.

@@ -41,39 +41,41 @@ def pointers(kernel, kind, **others):
     return {argument: others.get(argument, f"*{kind}") for argument in kernel.arg_names}
 
 
-# The logits' dtype, out's, the bias's (None: there is none), and the switches. F goes into bf16 where the operands have
-# it; the bias may be fp32 then too, under autocast. WRITE and PLAIN exclude a softcap.
-FREE, GIVEN = ({"GIVEN": given, "LISTED": given} for given in (False, True))
+# The logits' dtype, out's, the bias's (None: there is none), and what else there is none of. F goes into bf16 where the
+# operands have it; the bias may be fp32 then too, under autocast. Where exp(d) is written, or is F, there is no cap.
+FREE, PLAIN = ("given", "listed"), ("upstream_log_prob", "upstream_entropy", "cap")
 ROWS = [
-    (statistics_kernel, "fp32", "bf16", None, {**FREE, "HAS_SOFTCAP": False, "WRITE": True}),
-    (statistics_kernel, "fp32", "fp32", "bf16", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
-    (statistics_kernel, "fp32", "fp32", None, {**GIVEN, "HAS_SOFTCAP": True, "WRITE": False}),
-    (statistics_kernel, "fp64", "fp64", "fp64", {**FREE, "HAS_SOFTCAP": True, "WRITE": False}),
-    (gradient_kernel, "fp32", "bf16", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
-    (gradient_kernel, "fp32", "bf16", "bf16", {"HAS_SOFTCAP": True, "PLAIN": False}),
-    (gradient_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": False, "PLAIN": False}),
-    (listed_largest_kernel, "fp32", "fp32", "bf16", {"HAS_SOFTCAP": True}),
-    (entropy_kernel, "fp32", "bf16", None, {"BLOCKS": ENTROPY_BLOCKS}),
+    (statistics_kernel, "fp32", "bf16", None, (*FREE, "cap")),
+    (statistics_kernel, "fp32", "fp32", "bf16", (*FREE, "out")),
+    (statistics_kernel, "fp32", "fp32", None, ("out",)),
+    (statistics_kernel, "fp64", "fp64", "fp64", (*FREE, "out")),
+    (gradient_kernel, "fp32", "bf16", None, PLAIN),
+    (gradient_kernel, "fp32", "bf16", "bf16", ()),
+    (gradient_kernel, "fp64", "fp64", "fp64", ("cap",)),
+    (listed_largest_kernel, "fp32", "fp32", "bf16", ()),
+    (entropy_kernel, "fp32", "bf16", None, ()),
 ]
 
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize("aligned", [True, False], ids=["", "odd vocabulary"])
-@pytest.mark.parametrize(("kernel", "logits", "out", "bias", "switches"), ROWS, ids=name)
-def test_rows(architecture, kernel, logits, out, bias, switches, aligned):
+@pytest.mark.parametrize(("kernel", "logits", "out", "bias", "absent"), ROWS, ids=name)
+def test_rows(architecture, kernel, logits, out, bias, absent, aligned):
     """Where 16 does not divide the vocabulary, rows start anywhere."""
     numbers = dict.fromkeys(("vocabulary", "stride"), "i32")
-    dtypes = {"target": "*i64", "listed": "*i1", "out": f"*{out}", "bias": f"*{bias or logits}", "matrix": f"*{out}"}
+    dtypes = {"target": "*i64", "listed": "*i1", "out": f"*{out}", "bias": f"*{bias}", "matrix": f"*{out}"}
     chosen = launch.planned(architecture, torch.float32, launch.WIDE).rows
-    constants = {**switches, "BLOCK": chosen.block}
-    if "HAS_BIAS" in kernel.arg_names:
-        constants["HAS_BIAS"] = bias is not None
+    constants = dict.fromkeys(absent) | {"BLOCK": chosen.block}
+    if kernel is entropy_kernel:
+        constants["BLOCKS"] = ENTROPY_BLOCKS
+    elif bias is None:
+        constants["bias"] = None
     more = {"unaligned": () if aligned else tuple(numbers), "num_warps": chosen.warps}
     types = pointers(kernel, logits, **dtypes, **numbers)
     machine = compile_kernel(architecture, kernel, types, constants, **more)
-    again = switches.get("LISTED", False)
+    again = kernel is statistics_kernel and "listed" not in absent
     assert_runs_well(machine, spilling=again and not aligned)  # few rows are read anew
-    if kernel is gradient_kernel or (switches.get("GIVEN") and aligned):
+    if kernel is gradient_kernel or (again and aligned):
         assert_shows_nan(machine)
 
 
@@ -98,32 +100,31 @@ def compiled_product(architecture, kernel, tile, constants, **dtypes):
         if kind is None:
             constants[argument] = None
         elif argument not in NUMBERS:
-            types[argument] = kind if kind.startswith("tensordesc") or argument == "softcap" else f"*{kind}"
+            types[argument] = kind if kind.startswith("tensordesc") else f"*{kind}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages} if tile else {"num_warps": 4}
     return compile_kernel(architecture, kernel, types, constants, unaligned=("rows",), **options)
 
 
 @pytest.mark.parametrize("architecture", architectures())
 @pytest.mark.parametrize(
-    ("bias", "capped", "out", "again", "known"),
+    ("bias", "out", "again", "known"),
     [
-        (None, False, None, False, ()),
-        pytest.param(None, False, "bf16", False, (), marks=pytest.mark.long),
-        pytest.param(None, False, "fp16", False, (), marks=pytest.mark.long),
-        ("bf16", True, "bf16", False, ()),
-        pytest.param("bf16", True, "fp32", False, (), marks=pytest.mark.long),
-        ("fp32", True, "bf16", True, ()),
-        (None, False, "bf16", False, GRADIENT[:1]),
-        ("bf16", False, "bf16", False, GRADIENT),
+        (None, None, False, ()),
+        pytest.param(None, "bf16", False, (), marks=pytest.mark.long),
+        pytest.param(None, "fp16", False, (), marks=pytest.mark.long),
+        ("bf16", "bf16", False, ()),
+        pytest.param(None, "fp32", False, (), marks=pytest.mark.long),
+        ("fp32", "bf16", True, ()),
+        (None, "bf16", False, GRADIENT[:1]),
+        ("bf16", "bf16", False, GRADIENT),
     ],
 )
-def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, capped, out, again, known):
+def test_the_fused_product_keeps_its_logits_in_registers(architecture, bias, out, again, known):
     """With temperatures; ``again``: rows with new anchors, few, are read through pointers; ``known``: numbers of the
     gradient of the logits, in the place of sums."""
     tile, trait = product_tile(architecture, bias), traits(architecture)
     described = trait.described and not again
-    dtypes = {"bias": bias, "out": out, "softcap": "fp32" if capped else None}
-    dtypes |= dict.fromkeys(set(GRADIENT) - set(known))
+    dtypes = {"bias": bias, "out": out} | dict.fromkeys(set(GRADIENT) - set(known))
     if described:
         operand = "fp16" if out == "fp16" else "bf16"
         dtypes["hidden"] = f"tensordesc<{operand}[{tile.rows},{tile.depth}]>"
@@ -169,14 +170,14 @@ def test_the_kernels_over_the_sums_of_tiles(architecture, kernel, constants):
     assert_runs_well(compile_kernel(architecture, kernel, types, constants, unaligned=tuple(numbers)))
 
 
-# The dtypes of hidden states and weight, of numbers, and of the bias or what a segment's sum is written into.
+# The dtypes of hidden states and weight, of numbers, and of the bias or what a segment's sum is written to; constants.
 ALLOWED = [
     (pairs_kernel, None, "i32", None, {}),
-    (pair_logits_kernel, "bf16", "fp32", None, {"HAS_SOFTCAP": False, "HAS_BIAS": False}),
-    (pair_logits_kernel, "fp64", "fp64", "fp64", {"HAS_SOFTCAP": True, "HAS_BIAS": True}),
-    (allowed_sums_kernel, None, "fp64", None, {"GIVEN": True}),
-    (allowed_gradient_kernel, None, "fp32", None, {"HAS_SOFTCAP": False, "PLAIN": True}),
-    (allowed_gradient_kernel, None, "fp64", None, {"HAS_SOFTCAP": True, "PLAIN": False}),
+    (pair_logits_kernel, "bf16", "fp32", None, {"cap": None, "bias": None}),
+    (pair_logits_kernel, "fp64", "fp64", "fp64", {}),
+    (allowed_sums_kernel, None, "fp64", None, {}),
+    (allowed_gradient_kernel, None, "fp32", None, dict.fromkeys(("log_prob", "entropy", "cap", "temperature"))),
+    (allowed_gradient_kernel, None, "fp64", None, {}),
     (segment_kernel, "bf16", "fp32", "bf16", {"ADD": False, "OPERAND": triton_allowed.DTYPES[torch.bfloat16]}),
     (segment_kernel, "fp64", "fp64", "fp64", {"ADD": True, "OPERAND": triton_allowed.DTYPES[torch.float64]}),
 ]
@@ -200,8 +201,8 @@ OF_TERMS = ("clip_low", "clip_high", "log_beta", "entropy_coef")
 BLOCK = {"BLOCK": triton_tokens.BLOCK}
 TILE = dict(zip(("ROWS", "COLUMNS"), triton_tokens.GROUP_TILE, strict=True))
 ALONE = {"matrix": None, "target": None}
-POLICY = dict.fromkeys(("HAS_REPLAYED", "HAS_TEMPERATURE", "HAS_CLIP", "HAS_BETA", "PLAIN"), True) | BLOCK
-OBJECTIVE = dict.fromkeys(("HAS_ENTROPY", "HAS_REPLAYED", "HAS_MASK", "HAS_CLIP", "HAS_BETA"), True) | BLOCK
+POLICY = dict.fromkeys(("HAS_CLIP", "HAS_BETA", "PLAIN"), True) | BLOCK
+OBJECTIVE = dict.fromkeys(("HAS_CLIP", "HAS_BETA"), True) | BLOCK
 
 # The kernel, the dtypes of its floating tensors and of those that differ from them, and the constants.
 TOKENS = [

@@ -64,17 +64,12 @@ def rows_within(memory: int, tokens: int, cost: Cost, step: int = 1, *, strict: 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a chunk of logits over ``vocabulary`` entries where a call gives no `memory`."""
-    return max(LEAST_ROWS, of_device(CHUNK_BYTES, device) // _row_bytes(vocabulary, dtype))
+    return max(LEAST_ROWS, of_device(CHUNK_BYTES, device) // max(1, vocabulary * dtype.itemsize))
 
 
-def block_rows(vocabulary: int, dtype: torch.dtype, device: torch.device, memory: int | None = None) -> int:
-    """Rows of a scratch block over ``vocabulary`` entries."""
-    return block_rows_of(_row_bytes(vocabulary, dtype), device, memory)
-
-
-def block_rows_of(row_bytes: int, device: torch.device, memory: int | None) -> int:
+def block_rows(row_bytes: int, device: torch.device, memory: int | None = None) -> int:
     """Rows of a scratch block whose rows have so many bytes."""
-    return max(1, _within(of_device(BLOCK_BYTES, device), memory) // row_bytes)
+    return max(1, _within(of_device(BLOCK_BYTES, device), memory) // max(1, row_bytes))
 
 
 def tile_rows(row_bytes: int, memory: int | None) -> int:
@@ -110,7 +105,3 @@ def _within(size: int, memory: int | None) -> int:
 def of_device(budget: dict[str, int], device: torch.device) -> int:
     """The bytes of a device."""
     return budget.get(device.type, budget["cuda"])
-
-
-def _row_bytes(vocabulary: int, dtype: torch.dtype) -> int:
-    return max(1, vocabulary) * dtype.itemsize

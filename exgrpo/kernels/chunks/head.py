@@ -61,6 +61,10 @@ class Chunk(NamedTuple):
         temperature = None if self.temperature is None else self.temperature[kept]
         return Chunk(self.rows, self.hidden[kept], self.target.select(kept), temperature)
 
+    def tempered(self, values: Tensor) -> Tensor:
+        """Values [rows] divided by the temperature."""
+        return values if self.temperature is None else values / self.temperature
+
 
 class ChunkedHead:
     """A head whose logits exist one chunk of tokens at a time.

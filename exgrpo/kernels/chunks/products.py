@@ -190,7 +190,7 @@ class Products:
         """Add grad_logits.T [V, rows] @ factor [rows] to ``total`` [V]."""
         rows, vocabulary = grad_logits.shape
         if grad_logits.is_cpu:  # a library's product adds up in an order that depends on the number of threads
-            most = chunking.block_rows(vocabulary, self.compute, total.device, self.memory)
+            most = chunking.block_rows(vocabulary * self.compute.itemsize, total.device, self.memory)
             for start, end in chunking.spans(rows, most):
                 total += sum_rows(grad_logits[start:end] * factor[start:end].unsqueeze(1))
             return

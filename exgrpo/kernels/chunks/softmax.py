@@ -70,11 +70,11 @@ class Upstream(NamedTuple):
         """Return the gradient of a multiple of the loss; None: of the loss itself."""
         return self if unit is None else mapped(self, lambda one: one * unit)
 
-    def beyond(self, softcap: float | None) -> "Upstream | None":
+    def beyond(self, softcap: float | None) -> LogProb | None:
         """Return c and h for a pass over the vocabulary; None where no such pass is needed."""
         if self.entropy is None and softcap is None:
             return None
-        return Upstream(self.log_prob, torch.zeros_like(self.log_prob) if self.entropy is None else self.entropy)
+        return LogProb(self.log_prob, torch.zeros_like(self.log_prob) if self.entropy is None else self.entropy)
 
 
 class Factors(NamedTuple):
@@ -89,8 +89,8 @@ class Factors(NamedTuple):
     """r [rows]."""
     at_target: Tensor
     """F at the target but for the slope of the cap, [rows]."""
-    upstream: Upstream | None
-    """None: F is exp(d) off the target."""
+    upstream: LogProb | None
+    """c and h; None: F is exp(d) off the target."""
 
 
 class RowTerms(NamedTuple):
@@ -150,7 +150,7 @@ def row_factors(
     if temperature is not None:
         scale = scale / temperature
     general = upstream.beyond(softcap)
-    if general is None or general.entropy is None:
+    if general is None:
         return Factors(scale * upstream.log_prob, -statistics.rest, None)
     distance = statistics.gap.clamp(min=UNDERFLOWN) - statistics.mean
     at_target = general.entropy * statistics.gap.exp() * distance - statistics.rest * upstream.log_prob

@@ -32,10 +32,7 @@ def passes_of(head: ChunkedHead) -> CpuPasses:
     readable = weight.stride(1) == 1 or bool(head.shard.group_name)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = bfloat16 and readable and options.softcap is None and not OPERATORS.product_unavailable()
-    if backend_choice.talkative():
-        backend_choice.say(
-            f"{options.operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
-        )
+    backend_choice.say_product(options.operand, weight.shape[1], fused)
     return FusedCpuPasses(head) if fused else CpuPasses(head)
 
 
@@ -64,6 +61,8 @@ class TileProducts(CpuProducts):
 class FusedCpuPasses(CpuPasses):
     """Passes with a product that writes exp(d) and its sums; F is made of the exponentials."""
 
+    held_dtype = torch.bfloat16
+
     def __init__(self, head: ChunkedHead) -> None:
         super().__init__(head)
         bias = head.head.bias
@@ -72,12 +71,7 @@ class FusedCpuPasses(CpuPasses):
         self.products.copied |= bool(head.shard.group_name)  # as some rank may: all have the same rows
 
     def chunk_rows(self, *, gradient_follows: bool) -> int:
-        memory, shard = self.head.options.memory, self.head.shard
-        if memory is None:
-            rows = chunking.chunk_rows(shard.largest, torch.bfloat16, self.head.head.weight.device)
-        else:
-            rows = chunking.rows_within(memory, self.head.head.target.numel(), self.cost(shard.largest))
-        return min(rows, MOST_ROWS)
+        return min(super().chunk_rows(gradient_follows=gradient_follows), MOST_ROWS)
 
     def cost(self, columns: int) -> Cost:
         """Return the bytes of a walk with these passes: a matrix of exponentials, and a bias in fp32."""
@@ -92,7 +86,7 @@ class FusedCpuPasses(CpuPasses):
 
     def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         shard, weight = self.head.shard, self.products.weight
-        hidden, target, temperature = unit_stride(chunk.hidden), chunk.target.local(), chunk.temperature
+        hidden, target = unit_stride(chunk.hidden), chunk.target.local()
         at_target = OPERATORS.product_target_logits(hidden, weight, self.bias, target)
         (at_target,) = shard.largest_of(at_target)
         out = self.buffer[: len(chunk.hidden)] if gradient_follows else None
@@ -106,8 +100,7 @@ class FusedCpuPasses(CpuPasses):
             anchor = at_target.index_copy(0, far, largest)
             again = self._exponentials(chunk.select(far), largest, out, far)
             rest, moment = rest.index_copy(0, far, again[0]), moment.index_copy(0, far, again[1])
-        gap = at_target - anchor
-        return Sums(anchor, gap if temperature is None else gap / temperature, rest, moment), out
+        return Sums(anchor, chunk.tempered(at_target - anchor), rest, moment), out
 
     def chunk_gradient(
         self, chunk: Chunk, held: Tensor | None, statistics: Statistics, factors: Factors
@@ -116,7 +109,7 @@ class FusedCpuPasses(CpuPasses):
             held = self.buffer[: len(chunk.hidden)]
             self._exponentials(chunk, statistics.anchor.contiguous(), held)
         upstream = factors.upstream
-        if upstream is None or upstream.entropy is None:
+        if upstream is None:
             chunk.target.put(factors.at_target.to(held.dtype), held)
             return self.products.gradient(held)
         vectors = (statistics.mean, upstream.log_prob, upstream.entropy, factors.at_target)

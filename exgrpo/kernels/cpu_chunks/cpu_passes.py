@@ -54,7 +54,7 @@ class CpuPasses(TorchPasses):
             held = self.raw(chunk)
             self._sums(held, chunk, statistics.anchor.contiguous(), write=True)
         upstream = factors.upstream
-        if upstream is None or upstream.entropy is None:
+        if upstream is None:
             chunk.target.put(factors.at_target, held)
             return self.products.gradient(held)
         OPERATORS.row_gradient(
@@ -95,6 +95,7 @@ class CpuAllowedPasses(AllowedPasses):
     formulas = cpu_tokens
     pair_bytes = 12
     """A number, and in the gradient of the weight a key that is sorted."""
+    blocks = 0  # nothing is gathered
 
     def __init__(self, head: ChunkedHead) -> None:
         super().__init__(head)
@@ -103,9 +104,6 @@ class CpuAllowedPasses(AllowedPasses):
         bias = head.head.bias
         self.bias = None if bias is None else bias.to(self.compute).contiguous()
         self.ids = head.sets.ids.contiguous()
-
-    def scratch(self) -> tuple[int, ...]:
-        return ()
 
     def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         sets, shard = self._sets(chunk), self.head.shard

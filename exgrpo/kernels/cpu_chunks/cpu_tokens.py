@@ -1,4 +1,4 @@
-"""The small operations around the head, over tokens and responses, as one compiled kernel each."""
+"""The functions of `chunks.softmax` and `objective` over tokens and responses, as one compiled kernel each."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from exgrpo.kernels.objective import TokenObjective
 
 
 def finished(sums: Sums) -> tuple[Statistics, LogProb]:
-    """Statistics, log-probabilities and entropies from the sums, fp32 or fp64: `chunks.softmax.finished`."""
     anchor, gap, rest, moment = sums
     mean, log_prob, entropy = OPERATORS.finish(gap.contiguous(), rest.contiguous(), moment.contiguous())
     return Statistics(anchor, gap, rest, mean), LogProb(log_prob, entropy)
@@ -19,7 +18,6 @@ def finished(sums: Sums) -> tuple[Statistics, LogProb]:
 def policy_rows(
     sums: Sums, tokens: PolicyTokens, terms: RowTerms, temperature: Tensor | None, out: Tensor
 ) -> PolicyRows:
-    """Statistics, objective and row factors of each row: `chunks.softmax.policy_rows`."""
     like = sums.gap.dtype
     results = OPERATORS.policy_rows(
         sums.gap.contiguous(),
@@ -36,7 +34,6 @@ def policy_rows(
 
 
 def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
-    """The objective of tokens whose log-probabilities are known: `objective.token_objective`."""
     like = scored.log_prob.dtype
     results = OPERATORS.token_objective(
         _vector(scored.log_prob, like),
@@ -49,12 +46,10 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
 
 
 def centre_groups(reward: Tensor, group: Tensor, scale_by_std: bool) -> Tensor:
-    """Reward [N] minus the mean of its group, in float64, divided by the sample deviation if asked for."""
     return OPERATORS.centre_groups(_vector(reward, torch.float64), _vector(group, torch.int64), scale_by_std)
 
 
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
-    """Mean of the counted values [T] (bool [T]) of each segment [offsets[i], offsets[i + 1]); 0 if it has none."""
     return OPERATORS.segment_mean(values.contiguous(), counted.contiguous(), _vector(offsets, torch.int64))
 
 

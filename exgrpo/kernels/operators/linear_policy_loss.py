@@ -4,7 +4,6 @@ It does so by `torch.ops.exgrpo.scale_gradient`, or in place.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from exgrpo.kernels.operators.schema import (
 )
 
 SCHEMA = Schema(
-    f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, bool in_place, str backend",
+    f"{HEAD}, {TOKENS}, {SURROGATE}, float entropy_coef, Tensor? normalizer, bool[] needed, str backend",
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""``needed``: whether gradients of hidden, weight and bias are. ``in_place``: the backward may scale them in place."""
+"""``needed``: whether gradients of hidden, weight and bias are."""
 SCALED_AT_ONCE = 4 << 20
 """Entries of a gradient that a CPU scales before the next ones: fewer would have threads wait for each other often."""
 
@@ -47,8 +46,7 @@ def linear_policy_loss(
     enabled = torch.is_grad_enabled()
     needed = [enabled and derivatives.requires_grad(tensor) for tensor in tensors]
     numbers = (*terms.surrogate, terms.entropy_coef, terms.normalizer)
-    # These gradients are private: the backward may scale them in place.
-    arguments = (*flat_head(head), *terms.tokens, *numbers, needed, True, backend)
+    arguments = (*flat_head(head), *terms.tokens, *numbers, needed, backend)
     if weight_grad is None or not needed[1]:
         loss, per_token, *_ = forward(*SCHEMA.traced(arguments))
         return loss, per_token
@@ -118,10 +116,7 @@ def scale_in_place(gradient: Tensor, factor: Tensor, dtype: torch.dtype, backend
     # A compiler traces with other tensors, and reuses memory itself; those of the meta device have none.
     real = type(gradient) is Tensor and not gradient.is_meta
     if real and gradient.dtype == dtype and not torch._C._autograd._get_current_graph_task_keep_graph():
-        kind = dispatch.CallKind(
-            "the backward of linear_policy_loss", gradient.device, gradient.dtype, gradient.numel()
-        )
-        dispatch.take(backend, kind).scale(gradient, factor)
+        dispatch.take_for_values(backend, "the backward of linear_policy_loss", gradient).scale(gradient, factor)
         return gradient
     return scale_gradient(gradient, factor, dtype)
 
@@ -133,7 +128,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     kept = {name: gradient for name, gradient, want in needed if want}
     ctx.save_for_backward(*kept.values())
     ctx.dtypes = {name: given[name].dtype for name in kept}
-    ctx.in_place, ctx.backend = given["in_place"], given["backend"]
+    ctx.backend = given["backend"]
     ctx.mark_non_differentiable(per_token, *held)
     ctx.set_materialize_grads(False)
 
@@ -142,9 +137,10 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
     if grad_loss is None:
         return SCHEMA.gradients({})
     derivatives.check_first("linear_policy_loss")
-    scale = partial(scale_in_place, backend=ctx.backend) if ctx.in_place else scale_gradient
     pairs = zip(ctx.saved_tensors, ctx.dtypes.items(), strict=True)
-    return SCHEMA.gradients({name: scale(gradient, grad_loss, dtype) for gradient, (name, dtype) in pairs})
+    # In place: nothing but this graph has the gradients.
+    scaled = {name: scale_in_place(one, grad_loss, dtype, ctx.backend) for one, (name, dtype) in pairs}
+    return SCHEMA.gradients(scaled)
 
 
 forward.register_autograd(_backward, setup_context=_save)

@@ -39,9 +39,8 @@ def token_objective(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The fields of `objective.TokenObjective`."""
     given = SCHEMA.given(arguments)
     scored = ScoredTokens(given["log_prob"], given["entropy"], tokens_of(given), given["mask"])
-    values = scored.log_prob
-    kind = dispatch.CallKind("policy_loss", values.device, values.dtype, values.numel())
-    return (*dispatch.take(given["backend"], kind).token_objective(scored, surrogate_of(given)),)
+    taken = dispatch.take_for_values(given["backend"], "policy_loss", scored.log_prob)
+    return (*taken.token_objective(scored, surrogate_of(given)),)
 
 
 @token_objective.register_fake
@@ -77,8 +76,7 @@ token_objective.register_autograd(_backward, setup_context=_save)
 @custom_op("exgrpo::group_advantage", mutates_args=(), tags=WAITS)
 def group_advantage(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor:
     """Advantages [N] in float64."""
-    kind = dispatch.CallKind("group_advantage", reward.device, reward.dtype, reward.numel())
-    return dispatch.take(backend, kind).centre_groups(reward, group, scale_by_std)
+    return dispatch.take_for_values(backend, "group_advantage", reward).centre_groups(reward, group, scale_by_std)
 
 
 @group_advantage.register_fake
@@ -89,8 +87,7 @@ def _(reward: Tensor, group: Tensor, scale_by_std: bool, backend: str) -> Tensor
 @custom_op("exgrpo::segment_mean", mutates_args=())
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """Mean of the counted values [T] of each segment [offsets[i], offsets[i + 1]), [N]; 0 if it has none."""
-    kind = dispatch.CallKind("sequence_entropy", values.device, values.dtype, values.numel())
-    return dispatch.take(backend, kind).segment_mean(values, counted, offsets)
+    return dispatch.take_for_values(backend, "sequence_entropy", values).segment_mean(values, counted, offsets)
 
 
 @segment_mean.register_fake

@@ -20,10 +20,6 @@ from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 
 ALLOWED_PART = 64
 """On a 2-core CPU, width 896 and 49,152 words: from a 75th of them on, all logits are faster than gathered rows."""
-PAIR_BYTES = 96
-"""Bytes per pair of a chunk: all vectors over the pairs that exist at once, with indices in int64."""
-TILES = 4
-"""Blocks of gathered rows that exist at once: both factors of a product, each as stored and in its dtype."""
 
 
 class Sets(NamedTuple):
@@ -54,7 +50,10 @@ class AllowedPasses(ByFormulas):
 
     block = None  # a row without a gradient has factor 0, and few pairs
     tile = 1
-    pair_bytes = PAIR_BYTES
+    pair_bytes = 96
+    """All vectors over the pairs of a chunk that exist at once, with indices in int64."""
+    blocks = 4
+    """Of gathered rows that exist at once: both factors of a product, each as stored and in its dtype."""
 
     def __init__(self, head: ChunkedHead) -> None:
         self.head = head
@@ -71,11 +70,8 @@ class AllowedPasses(ByFormulas):
             return max(1, tokens if self.pairs <= most else most // self.most)
         row = self.pair_bytes * self.most + chunking.ROW_BYTES
         row += self.weight.shape[1] * (self.operand.itemsize + 2 * self.compute.itemsize)
-        return min(max(1, tokens), chunking.rows_within(memory, tokens, Cost(0, row, self.scratch())))
-
-    def scratch(self) -> tuple[int, ...]:
-        """Return the blocks that exist at once, see `Cost`."""
-        return TILES * (chunking.of_device(chunking.BLOCK_BYTES, self.weight.device),)
+        scratch = self.blocks * (chunking.of_device(chunking.BLOCK_BYTES, device),)
+        return min(max(1, tokens), chunking.rows_within(memory, tokens, Cost(0, row, scratch)))
 
     def pairs_of(self, chunk: Chunk) -> Pairs:
         """Return the pairs of a chunk."""
@@ -111,9 +107,7 @@ class AllowedPasses(ByFormulas):
         values = d.exp()
         values[pairs.targets] = 0
         rest, moment = shard.sum_of(reduced(values, "sum", pairs.sets), reduced(d * values, "sum", pairs.sets))
-        gap = at_target - anchor
-        gap = gap if chunk.temperature is None else gap / chunk.temperature
-        return Sums(anchor, gap, rest, moment), (pairs, values)
+        return Sums(anchor, chunk.tempered(at_target - anchor), rest, moment), (pairs, values)
 
     def chunk_gradient(
         self, chunk: Chunk, held: Held | None, statistics: Statistics, factors: Factors
@@ -128,7 +122,6 @@ class AllowedPasses(ByFormulas):
         row, own = pairs.row, pairs.row[pairs.targets]
         slope = None
         if upstream is not None:
-            assert upstream.entropy is not None
             d = values.log().clamp_(min=UNDERFLOWN)
             values *= upstream.log_prob[row] + upstream.entropy[row] * (d - statistics.mean[row])
             if softcap is not None:
@@ -145,7 +138,7 @@ class AllowedPasses(ByFormulas):
     def tiles(self, pairs: int) -> list[tuple[int, int]]:
         """Return spans of pairs whose rows are gathered at once."""
         row = self.weight.shape[1] * self.compute.itemsize
-        return list(chunking.spans(pairs, chunking.block_rows_of(row, self.weight.device, self.head.options.memory)))
+        return list(chunking.spans(pairs, chunking.block_rows(row, self.weight.device, self.head.options.memory)))
 
     def _dots(self, hidden: Tensor, pairs: Pairs) -> Tensor:
         out = hidden.new_zeros(len(pairs.row), dtype=self.compute)

@@ -1,13 +1,14 @@
 """Triton kernels over allowed tokens. A pair is a token of a chunk and an id of its set; each entry of a result
 is written by one program, which adds up in a fixed order.
 
-z is a logit, y the target, a the row's anchor, d = (z - a) / tau.
+z is a logit, y the target, a the row's anchor, d = (z - a) / tau. ``bias``, ``cap`` [1] and ``temperature`` are None
+where there are none.
 """
 
 import triton
 import triton.language as tl
 
-from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN
+from exgrpo.kernels.triton_chunks.row_kernels import UNDERFLOWN, capped
 
 
 @triton.jit
@@ -37,17 +38,15 @@ def pairs_kernel(
 def pair_logits_kernel(
     hidden,  # [rows, D], rounded to the operands' dtype
     weight,  # [V, D]
-    bias,  # [V]; unused without HAS_BIAS
+    bias,  # [V]
     rows,  # [P] int32, of each pair
     words,  # [P] int32, local; -1 where another rank holds it
     logits,  # [P] fp32 or fp64, result: capped, -inf where the word is not held
-    cap,  # [1]; unused without HAS_SOFTCAP
+    cap,
     pairs,
     width,  # D
     hidden_stride,  # between rows
     weight_stride,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     PAIRS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -65,12 +64,10 @@ def pair_logits_kernel(
         w = tl.load(weight + word[:, None] * weight_stride + depth[None, :], mask=mask, other=0.0)
         total += h.to(dtype) * w.to(hidden.dtype.element_ty).to(dtype)
     z = tl.sum(total, 1)
-    if HAS_BIAS:
+    if bias is not None:
         z += tl.load(bias + word, mask=held, other=0.0).to(dtype)
-    if HAS_SOFTCAP:
-        # tanh by one exponential, which may overflow: the quotient is 0 then.
-        softcap = tl.load(cap)
-        z = softcap - 2.0 * softcap / (1.0 + tl.exp(z * (2.0 / softcap)))
+    if cap is not None:
+        z = capped(z, tl.load(cap))
     tl.store(logits + pair, tl.where(held, z, float("-inf")), mask=pair < pairs)
 
 
@@ -81,12 +78,11 @@ def allowed_sums_kernel(
     bounds,  # [rows + 1] int64
     target,  # [rows] int64, local; -1 where another rank holds it
     temperature,  # [rows]
-    given,  # [rows], anchors; unused without GIVEN
+    given,  # [rows], anchors; None: the kernel's own
     anchors,  # [rows], result
     gaps,  # [rows], result: d_y
     rests,  # [rows], result: S
     moments,  # [rows], result: M
-    GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The sums of a row; 0 where it has no pairs, for its set is the target alone."""
@@ -103,9 +99,9 @@ def allowed_sums_kernel(
         place = tl.where(is_target & (y >= 0) & (pair < end), pair, place)
     own = tl.max(place)
     at_target = tl.load(logits + own, mask=own >= 0, other=float("-inf"))  # a largest one would not be NaN
-    anchor = tl.load(given + row) if GIVEN else tl.max(largest)
+    anchor = tl.max(largest) if given is None else tl.load(given + row)
     anchor = tl.where(end > begin, anchor, 0.0).to(dtype)
-    tau = tl.load(temperature + row)
+    tau = 1.0 if temperature is None else tl.load(temperature + row)
     rest, moment = tl.zeros([BLOCK], dtype), tl.zeros([BLOCK], dtype)
     for start in range(begin, end, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -131,29 +127,28 @@ def allowed_gradient_kernel(
     anchors,  # [rows]
     means,  # [rows]: U
     at_targets,  # [rows]: F at the target but for the slope of the cap
-    log_prob,  # [rows]: c; unused if PLAIN
-    entropy,  # [rows]: h; unused if PLAIN
-    cap,  # [1]; unused without HAS_SOFTCAP
-    HAS_SOFTCAP: tl.constexpr,
-    PLAIN: tl.constexpr,  # F is exp(d) but at the target
+    log_prob,  # [rows]: c; None: F is exp(d) but at the target
+    entropy,  # [rows]: h
+    cap,
     BLOCK: tl.constexpr,
 ):
     """F of a row's pairs; 0 where the word is not held."""
     row = tl.program_id(0).to(tl.int64)
     begin, end, y = tl.load(bounds + row), tl.load(bounds + row + 1), tl.load(target + row)
-    anchor, tau, at_target = tl.load(anchors + row), tl.load(temperature + row), tl.load(at_targets + row)
+    anchor, at_target = tl.load(anchors + row), tl.load(at_targets + row)
+    tau = 1.0 if temperature is None else tl.load(temperature + row)
     for start in range(begin, end, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         z = tl.load(values + pair, mask=pair < end, other=float("-inf"))
         word = tl.load(words + pair, mask=pair < end, other=-1)
         d = tl.maximum((z - anchor) / tau, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
         f = tl.exp(d)
-        if not PLAIN:
+        if log_prob is not None:
             f *= tl.load(log_prob + row) + tl.load(entropy + row) * (d - tl.load(means + row))
         f = tl.where(word == y, at_target, f)
-        if HAS_SOFTCAP:
-            capped = tl.where(word >= 0, z, 0.0) / tl.load(cap)
-            f *= 1.0 - capped * capped
+        if cap is not None:
+            share = tl.where(word >= 0, z, 0.0) / tl.load(cap)
+            f *= 1.0 - share * share
         tl.store(values + pair, tl.where(word >= 0, f, 0.0), mask=pair < end)
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of the product hidden @ weight.T whose epilogue is the softmax: the logits stay in registers.
 
-x_v is a raw product, z_v = cap(x_v + b_v) the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau. All
-sums are fp32. ``bias``, ``temperature`` and ``softcap`` are None where there are none.
+x_v is a raw product, z_v = x_v + b_v the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau. All sums are
+fp32. ``bias`` and ``temperature`` are None where there are none.
 """
 
 import triton
@@ -15,13 +15,10 @@ GROUP = tl.constexpr(16)  # row tiles that go through the vocabulary together: t
 
 
 @triton.jit
-def _logits(x, bias, columns, valid, softcap):
+def _logits(x, bias, columns, valid):
     """z of raw products x [..., columns]."""
     if bias is not None:
         x += tl.load(bias + columns, mask=valid, other=0.0).to(tl.float32)
-    if softcap is not None:
-        # tanh by one exponential, which may overflow: the quotient is 0 then.
-        x = softcap - 2.0 * softcap / (1.0 + tl.exp2(x * (2.0 / softcap * LOG2_E)))
     return x
 
 
@@ -32,7 +29,6 @@ def target_logit_kernel(
     bias,  # [V]
     target,  # [rows] int64, local; -1 where this rank does not hold it
     logits,  # [rows] fp32, result
-    softcap,
     width,  # D
     vocabulary_stride,  # of the weight, as width_stride
     width_stride,
@@ -51,7 +47,7 @@ def target_logit_kernel(
         h = tl.load(hidden + depth, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(weight + depth.to(tl.int64) * width_stride, mask=mask, other=0.0).to(tl.float32)
         total += h * w
-    z = _logits(tl.sum(total), bias, y, held, softcap)
+    z = _logits(tl.sum(total), bias, y, held)
     tl.store(logits + row, tl.where(held, z, float("-inf")))
 
 
@@ -121,22 +117,18 @@ def _row_values(target, anchors, temperature, row, taken):
 
 
 @triton.jit
-def _exponentials(x, bias, column, valid, y, anchor, scale, softcap):
-    """exp(d) times the cap's slope, 0 at the target and where not valid; the sums of exp(d) and of exp(d) d / ln 2."""
-    z = _logits(x, bias, column, valid, softcap)
+def _exponentials(x, bias, column, valid, y, anchor, scale):
+    """exp(d), 0 at the target and where not valid; the sums of exp(d) and of exp(d) d / ln 2."""
+    z = _logits(x, bias, column, valid)
     d = tl.maximum((z - anchor[:, None]) * scale[:, None], UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
     e = tl.where((column[None, :] == y[:, None]) | ~valid[None, :], 0.0, tl.exp2(d))
-    rest, moment = tl.sum(e, 1), tl.sum(e * d, 1)
-    if softcap is not None:
-        t = z * (1.0 / softcap)
-        e *= 1.0 - t * t
-    return e, rest, moment
+    return e, tl.sum(e, 1), tl.sum(e * d, 1)
 
 
 @triton.jit
-def _gradients(x, bias, column, valid, y, anchor, scale, at_target, intercept, slope, softcap):
+def _gradients(x, bias, column, valid, y, anchor, scale, at_target, intercept, slope):
     """F: exp(d) times what is linear in d, at the target its own value; 0 where not valid."""
-    z = _logits(x, bias, column, valid, softcap)
+    z = _logits(x, bias, column, valid)
     d = tl.maximum((z - anchor[:, None]) * scale[:, None], UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
     f = tl.exp2(d)
     if slope is not None:
@@ -246,13 +238,12 @@ def exponentials_kernel(
     anchors,  # [rows]
     temperature,  # [rows]
     listed,  # [rows + 1] int32, the rows that are wanted, see `list_kernel`; None: all are. Not with DESCRIBED
-    out,  # [rows, V], receives exp(d) times the slope of the cap; may be None
+    out,  # [rows, V], receives exp(d); may be None
     rests,  # [column tiles, rows], result: S over the tile's columns
     moments,  # [column tiles, rows], result: M over the tile's columns
     at_target,  # [rows], F at the target: ``out`` receives F, and there are no sums; None: exp(d), as above
     intercepts,  # [rows], c - h U; None, as slopes: 1 and 0
     slopes,  # [rows], h
-    softcap,
     rows,
     vocabulary,  # V
     width,  # D
@@ -291,11 +282,11 @@ def exponentials_kernel(
             column = first + tl.arange(0, COLUMNS // PARTS)
             valid = column < vocabulary
             if at_target is None:
-                e, r, m = _exponentials(parts[part], bias, column, valid, y, anchor, scale, softcap)
+                e, r, m = _exponentials(parts[part], bias, column, valid, y, anchor, scale)
                 rest += r
                 moment += m
             else:
-                e = _gradients(parts[part], bias, column, valid, y, anchor, scale, value, intercept, slope, softcap)
+                e = _gradients(parts[part], bias, column, valid, y, anchor, scale, value, intercept, slope)
             if out is not None and DESCRIBED:
                 out.store([row_tile * ROWS, first], e.to(out.dtype))
             elif out is not None:
@@ -314,7 +305,6 @@ def largest_kernel(
     bias,  # [V]
     listed,  # [rows + 1] int32, the rows that are wanted, see `list_kernel`
     largest,  # [column tiles, rows], result: the largest z of the tile's columns, for listed rows
-    softcap,
     rows,
     vocabulary,  # V
     width,  # D
@@ -338,5 +328,5 @@ def largest_kernel(
         # fmt: on
         column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         valid = column < vocabulary
-        z = tl.where(valid[None, :], _logits(x, bias, column, valid, softcap), float("-inf"))
+        z = tl.where(valid[None, :], _logits(x, bias, column, valid), float("-inf"))
         tl.store(largest + column_tile.to(tl.int64) * rows + row, tl.max(z, 1), mask=row < rows)

@@ -53,9 +53,9 @@ def fused_sums(
         targets: of these rows.
         temperature: [n] fp32, contiguous; None: 1.
         shard: merges over the ranks.
-        out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target, with a softcap
-            multiplied by its slope 1 - (z_v / softcap)^2. None: forward only. It is written fastest where 16 bytes
-            divide its row stride, whatever V is; then all of the 16 bytes are written in which a row ends.
+        out: [n, V] bf16, fp16 or fp32, unit stride along V: receives exp(d_v), 0 at the target. None: forward only. It
+            is written fastest where 16 bytes divide its row stride, whatever V is; then all of the 16 bytes are written
+            in which a row ends.
     """
     hidden, target = product.operands.hidden, targets.local()
     if not target.numel():
@@ -157,10 +157,10 @@ class GradientRows(NamedTuple):
 class FusedProduct:
     """hidden @ weight.T in tiles, and the sums of each tile for each of its rows."""
 
-    def __init__(self, operands: Operands, softcap: float | None, tile: Tile) -> None:
+    def __init__(self, operands: Operands, tile: Tile) -> None:
         hidden, weight, bias = operands
         self.operands = Operands(hidden, weight, None if bias is None else bias.contiguous())
-        self.softcap, self.tile = softcap, tile
+        self.tile = tile
         self.traits = traits(architecture(hidden.device))
         self.column_tiles = triton.cdiv(weight.shape[0], tile.columns)
 
@@ -182,7 +182,6 @@ class FusedProduct:
                 bias,
                 target,
                 logits,
-                self.softcap,
                 width,
                 *weight.stride(),
                 BLOCK=min(1024, triton.next_power_of_2(width)),
@@ -265,7 +264,6 @@ class FusedProduct:
         with torch.cuda.device_of(hidden):
             kernel[(min(tiles, multiprocessors(hidden.device)),)](
                 *arguments,
-                softcap=self.softcap,
                 rows=rows,
                 vocabulary=weight.shape[0],
                 width=width,

@@ -1,6 +1,7 @@
 """Triton kernels over the rows of a chunk of logits, one program per row.
 
 x_v is a raw product, z_v = cap(x_v + b_v) the logit, y the target, a the row's anchor, d_v = (z_v - a) / tau.
+``bias``, ``cap`` [1] and ``temperature`` are None where there are none.
 """
 
 import triton
@@ -13,54 +14,46 @@ UNDERFLOWN = tl.constexpr(softmax.UNDERFLOWN)
 
 
 @triton.jit
-def _shaped(logits, bias, columns, valid, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def capped(x, softcap):
+    """softcap * tanh(x / softcap), by one exponential, which may overflow: the quotient is 0 then."""
+    return softcap - 2.0 * softcap / (1.0 + tl.exp(x * (2.0 / softcap)))
+
+
+@triton.jit
+def _shaped(logits, bias, columns, valid, softcap):
     """z of some columns; -inf beyond the vocabulary."""
     x = tl.load(logits + columns, mask=valid, other=float("-inf"))
-    if HAS_BIAS:
+    if bias is not None:
         x += tl.load(bias + columns, mask=valid, other=0.0).to(x.dtype)
-    if HAS_SOFTCAP:
-        # tanh by one exponential, which may overflow: the quotient is 0 then.
-        x = tl.where(valid, softcap - 2.0 * softcap / (1.0 + tl.exp(x * (2.0 / softcap))), float("-inf"))
+    if softcap is not None:
+        x = tl.where(valid, capped(x, softcap), float("-inf"))
     return x
 
 
 @triton.jit
-def _sums(
-    logits,
-    bias,
-    out,
-    y,
-    anchor,
-    temperature,
-    softcap,
-    vocabulary,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    WRITE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """S and M of a row over v != y; exp(d), 0 at y, goes to ``out``."""
+def _sums(logits, bias, out, y, anchor, temperature, softcap, vocabulary, BLOCK: tl.constexpr):
+    """S and M of a row over v != y; exp(d), 0 at y, goes to ``out``, if it is not None."""
     rest = tl.zeros([BLOCK], logits.dtype.element_ty)
     moment = tl.zeros([BLOCK], logits.dtype.element_ty)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         valid = columns < vocabulary
-        z = _shaped(logits, bias, columns, valid, softcap, HAS_BIAS, HAS_SOFTCAP)
+        z = _shaped(logits, bias, columns, valid, softcap)
         d = tl.maximum((z - anchor) / temperature, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
         e = tl.where((columns == y) | ~valid, 0.0, tl.exp(d))
         rest += e
         moment += e * d
-        if WRITE:
+        if out is not None:
             tl.store(out + columns, e.to(out.dtype.element_ty), mask=valid)
     return tl.sum(rest), tl.sum(moment)
 
 
 @triton.jit
-def _largest(logits, bias, softcap, vocabulary, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(logits, bias, softcap, vocabulary, BLOCK: tl.constexpr):
     largest = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        z = _shaped(logits, bias, columns, columns < vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+        z = _shaped(logits, bias, columns, columns < vocabulary, softcap)
         largest = tl.maximum(largest, z)
     return tl.max(largest)
 
@@ -68,45 +61,38 @@ def _largest(logits, bias, softcap, vocabulary, HAS_BIAS: tl.constexpr, HAS_SOFT
 @triton.jit
 def listed_largest_kernel(
     logits,  # [rows, V] fp32 or fp64, raw products
-    bias,  # [V]; unused without HAS_BIAS
+    bias,  # [V]
     listed,  # [rows] bool
     largest,  # [rows], result: the largest logit of a listed row, -inf for others
-    cap,  # [1]; None without HAS_SOFTCAP
+    cap,
     vocabulary,
     stride,  # between rows of logits
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The largest logits of the listed rows, which alone are read."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.where(tl.load(listed + row), vocabulary, 0)
-    softcap = tl.load(cap) if HAS_SOFTCAP else None
-    found = _largest(logits + row * stride, bias, softcap, columns, HAS_BIAS, HAS_SOFTCAP, BLOCK)
+    softcap = None if cap is None else tl.load(cap)
+    found = _largest(logits + row * stride, bias, softcap, columns, BLOCK)
     tl.store(largest + row, found)
 
 
 @triton.jit
 def statistics_kernel(
     logits,  # [rows, V] fp32 or fp64, raw products; all per-row numbers have its dtype
-    bias,  # [V]; unused without HAS_BIAS
-    out,  # [rows, V], receives exp(d) where WRITE; not ``logits``
+    bias,  # [V]
+    out,  # [rows, V], receives exp(d), not ``logits``; or None
     target,  # [rows] int64, local; -1 where this rank does not hold it
-    temperature,  # [rows]; None: 1
-    given,  # [rows], anchors; unused without GIVEN
-    listed,  # [rows] bool, the rows that are read, S and M of others are 0; unused without LISTED
+    temperature,  # [rows]
+    given,  # [rows], anchors; None: the kernel's own
+    listed,  # [rows] bool, the rows that are read, S and M of others are 0; None: all are
     anchors,  # [rows], result
     gaps,  # [rows], result: d_y
     rests,  # [rows], result: S
     moments,  # [rows], result: M
-    cap,  # [1]; None without HAS_SOFTCAP
+    cap,
     vocabulary,
     stride,  # between rows of logits and out
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    GIVEN: tl.constexpr,
-    LISTED: tl.constexpr,
-    WRITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sums of each row, S = sum_{v != y} exp(d_v) and M = sum_{v != y} exp(d_v) d_v.
@@ -115,24 +101,21 @@ def statistics_kernel(
     being below 1 / 65, the row is read twice more with its largest logit as anchor: nothing can overflow then, and the
     entropy, log Z - U, is never a small difference of large numbers. Such tokens are rare where targets are sampled.
     """
-    softcap = tl.load(cap) if HAS_SOFTCAP else None
+    softcap = None if cap is None else tl.load(cap)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    out += row * stride
+    if out is not None:
+        out += row * stride
     y = tl.load(target + row)
     tau = 1.0 if temperature is None else tl.load(temperature + row)
-    at_target = _shaped(logits, bias, y, y >= 0, softcap, HAS_BIAS, HAS_SOFTCAP)
-    anchor = at_target
-    if GIVEN:
-        anchor = tl.load(given + row)
-    if LISTED:
+    at_target = _shaped(logits, bias, y, y >= 0, softcap)
+    anchor = at_target if given is None else tl.load(given + row)
+    if listed is not None:
         vocabulary = tl.where(tl.load(listed + row), vocabulary, 0)
-    rest, moment = _sums(logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK)
-    if (not GIVEN) and not (rest <= LARGEST_SUM):
-        anchor = _largest(logits, bias, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, BLOCK)
-        rest, moment = _sums(
-            logits, bias, out, y, anchor, tau, softcap, vocabulary, HAS_BIAS, HAS_SOFTCAP, WRITE, BLOCK
-        )
+    rest, moment = _sums(logits, bias, out, y, anchor, tau, softcap, vocabulary, BLOCK)
+    if (given is None) and not (rest <= LARGEST_SUM):
+        anchor = _largest(logits, bias, softcap, vocabulary, BLOCK)
+        rest, moment = _sums(logits, bias, out, y, anchor, tau, softcap, vocabulary, BLOCK)
     tl.store(anchors + row, anchor)
     tl.store(gaps + row, (at_target - anchor) / tau)
     tl.store(rests + row, rest)
@@ -142,25 +125,22 @@ def statistics_kernel(
 @triton.jit
 def gradient_kernel(
     logits,  # [rows, V] fp32 or fp64, raw products; all per-row numbers have its dtype
-    bias,  # [V]; unused without HAS_BIAS
+    bias,  # [V]
     out,  # [rows, V], receives F; may be ``logits``
     target,  # [rows] int64, local; -1 where this rank does not hold it
-    temperature,  # [rows]; None: 1
+    temperature,  # [rows]
     anchors,  # [rows]
     means,  # [rows], U
     at_target,  # [rows], F at the target but for the slope of the cap
-    upstream_log_prob,  # [rows], c; unused where PLAIN
-    upstream_entropy,  # [rows], h; unused where PLAIN
-    cap,  # [1]; None without HAS_SOFTCAP
+    upstream_log_prob,  # [rows], c; None: F is exp(d) off the target
+    upstream_entropy,  # [rows], h
+    cap,
     vocabulary,
     stride,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PLAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """F of each row: exp(d_v) where PLAIN, else exp(d_v) (c + h (d_v - U)) times the slope of the cap."""
-    softcap = tl.load(cap) if HAS_SOFTCAP else None
+    """F of each row: exp(d_v), or exp(d_v) (c + h (d_v - U)) times the slope of the cap."""
+    softcap = None if cap is None else tl.load(cap)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     out += row * stride
@@ -172,15 +152,15 @@ def gradient_kernel(
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         valid = columns < vocabulary
-        z = _shaped(logits, bias, columns, valid, softcap, HAS_BIAS, HAS_SOFTCAP)
+        z = _shaped(logits, bias, columns, valid, softcap)
         d = tl.maximum((z - anchor) / tau, UNDERFLOWN, propagate_nan=tl.PropagateNan.ALL)
         f = tl.exp(d)
-        if not PLAIN:
+        if upstream_log_prob is not None:
             c = tl.load(upstream_log_prob + row)
             h = tl.load(upstream_entropy + row)
             f *= c + h * (d - mean)
         f = tl.where(columns == y, value_at_target, f)
-        if HAS_SOFTCAP:
+        if softcap is not None:
             f *= 1.0 - (z / softcap) * (z / softcap)
         tl.store(out + columns, f.to(out.dtype.element_ty), mask=valid)
 

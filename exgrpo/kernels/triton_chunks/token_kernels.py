@@ -2,7 +2,7 @@
 
 The symbols are those of `chunks.softmax`; vectors are contiguous. Numbers come as float64, whatever the tensors'
 dtype: unannotated ones would be rounded to float32 on their way. Lengths differ from call to call, and nothing is
-compiled anew for them.
+compiled anew for them. Vectors are None where there are none.
 """
 
 import triton
@@ -60,11 +60,10 @@ def _objective(
     log_prob,
     old_log_prob,
     advantage,
-    replayed,  # bool; unused without HAS_REPLAYED
+    replayed,  # bool; None: no row is
     clip_low,
     clip_high,
     log_beta,
-    HAS_REPLAYED: tl.constexpr,
     HAS_CLIP: tl.constexpr,
     HAS_BETA: tl.constexpr,
 ):
@@ -78,27 +77,16 @@ def _objective(
         low = tl.full([], clip_low, ratio.dtype)
         high = tl.full([], clip_high, ratio.dtype)
         clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-        if HAS_REPLAYED:
+        if replayed is not None:
             clipped = clipped & ~replayed
         value = tl.where(clipped, tl.where(advantage > 0, high, low) * advantage, value)
         coefficient = tl.where(clipped, 0.0, coefficient)
-    if HAS_REPLAYED and HAS_BETA:
+    if (replayed is not None) and HAS_BETA:
         logit = log_ratio - tl.full([], log_beta, ratio.dtype)
         shaped = advantage * tl.sigmoid(logit)
         value = tl.where(replayed, shaped, value)
         coefficient = tl.where(replayed, shaped * tl.sigmoid(-logit), coefficient)
     return value, coefficient, ratio, clipped
-
-
-@triton.jit
-def _row_factors(gap, rest, mean, scale, c, h, PLAIN: tl.constexpr):
-    """r and F at the target, from ``scale`` = -1 / (tau Z): `softmax.row_factors`."""
-    if PLAIN:
-        scale *= c
-        at_target = -rest
-    else:
-        at_target = h * tl.exp(gap) * (_bounded(gap) - mean) - rest * c
-    return scale, at_target
 
 
 @triton.jit
@@ -133,8 +121,8 @@ def policy_rows_kernel(
     moment,  # [rows], same dtype
     old_log_prob,  # [rows], any floating dtype
     advantage,  # [rows], any floating dtype
-    replayed,  # [rows] bool; unused without HAS_REPLAYED
-    temperature,  # [rows]; unused without HAS_TEMPERATURE
+    replayed,  # [rows] bool
+    temperature,  # [rows]
     normalizer,  # [1]
     results,  # [9, rows], dtype of gap, in the order of PolicyRows
     matrix,  # [rows, V], F but for the targets, which get theirs; None: not needed here
@@ -146,8 +134,6 @@ def policy_rows_kernel(
     clip_high: tl.float64,
     log_beta: tl.float64,  # unused without HAS_BETA
     entropy_coef: tl.float64,  # unused where PLAIN
-    HAS_REPLAYED: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
     HAS_CLIP: tl.constexpr,
     HAS_BETA: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -159,28 +145,28 @@ def policy_rows_kernel(
     d = tl.load(gap + row, mask=valid)
     s = tl.load(rest + row, mask=valid)
     partition, mean, log_prob, entropy = _finished(d, s, tl.load(moment + row, mask=valid))
-    flags = valid
-    if HAS_REPLAYED:
-        flags = tl.load(replayed + row, mask=valid)
     value, derivative, ratio, clipped = _objective(
         log_prob,
         tl.load(old_log_prob + row, mask=valid).to(d.dtype),
         tl.load(advantage + row, mask=valid).to(d.dtype),
-        flags,
+        None if replayed is None else tl.load(replayed + row, mask=valid),
         clip_low,
         clip_high,
         log_beta,
-        HAS_REPLAYED,
         HAS_CLIP,
         HAS_BETA,
     )
     divisor = tl.load(normalizer).to(d.dtype)
     coefficient = -derivative / divisor
     scale = -1.0 / partition
-    if HAS_TEMPERATURE:
+    if temperature is not None:
         scale /= tl.load(temperature + row, mask=valid, other=1.0).to(d.dtype)
-    h = -tl.full([], entropy_coef, d.dtype) / divisor
-    scale, at_target = _row_factors(d, s, mean, scale, coefficient, h, PLAIN)
+    if PLAIN:
+        scale *= coefficient
+        at_target = -s
+    else:
+        h = -tl.full([], entropy_coef, d.dtype) / divisor
+        at_target = h * tl.exp(d) * (_bounded(d) - mean) - s * coefficient
     _put(results, 0, results_stride, row, rows, value)
     _put(results, 1, results_stride, row, rows, log_prob)
     _put(results, 2, results_stride, row, rows, entropy)
@@ -199,11 +185,11 @@ def policy_rows_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def policy_objective_kernel(
     log_prob,  # [T] fp32 or fp64
-    entropy,  # [T], any floating dtype; unused without HAS_ENTROPY
+    entropy,  # [T], any floating dtype
     old_log_prob,  # [T], any floating dtype
     advantage,  # [T], any floating dtype
-    replayed,  # [T] bool; unused without HAS_REPLAYED
-    counted,  # [T] bool; unused without HAS_MASK
+    replayed,  # [T] bool
+    counted,  # [T] bool
     results,  # [4, T], dtype of log_prob: log_prob, entropy, ratio, clipped
     coefficients,  # [1, T], same dtype
     partials,  # [3, programs] fp64: sums of values and entropies, number of tokens counted
@@ -211,9 +197,6 @@ def policy_objective_kernel(
     clip_low: tl.float64,
     clip_high: tl.float64,
     log_beta: tl.float64,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_REPLAYED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     HAS_CLIP: tl.constexpr,
     HAS_BETA: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -223,24 +206,20 @@ def policy_objective_kernel(
     program = tl.program_id(0)
     token = program * BLOCK + tl.arange(0, BLOCK)
     kept = token < tokens
-    if HAS_MASK:
+    if counted is not None:
         kept = tl.load(counted + token, mask=kept, other=0) != 0
-    flags = kept
-    if HAS_REPLAYED:
-        flags = tl.load(replayed + token, mask=kept, other=0) != 0
     current = tl.load(log_prob + token, mask=kept, other=0.0)
     spread = tl.zeros([BLOCK], dtype)
-    if HAS_ENTROPY:
+    if entropy is not None:
         spread = tl.load(entropy + token, mask=kept, other=0.0).to(dtype)
     value, coefficient, ratio, clipped = _objective(
         current,
         tl.load(old_log_prob + token, mask=kept, other=0.0).to(dtype),
         tl.load(advantage + token, mask=kept, other=0.0).to(dtype),
-        flags,
+        None if replayed is None else tl.load(replayed + token, mask=kept, other=0) != 0,
         clip_low,
         clip_high,
         log_beta,
-        HAS_REPLAYED,
         HAS_CLIP,
         HAS_BETA,
     )

@@ -46,6 +46,7 @@ class TritonAllowedPasses(AllowedPasses):
 
     formulas = triton_tokens
     pair_bytes = 64
+    blocks = 0  # nothing is gathered
 
     def __init__(self, head: ChunkedHead) -> None:
         super().__init__(head)
@@ -58,11 +59,7 @@ class TritonAllowedPasses(AllowedPasses):
         if bias is not None:
             self.pair_bytes = AllowedPasses.pair_bytes  # its gradient is plain PyTorch
         # By a tensor: a number would be rounded to float32 on its way.
-        self.cap = self.weight.new_full((1,), softcap or 1.0, dtype=self.compute)
-        self.capped = softcap is not None
-
-    def scratch(self) -> tuple[int, ...]:
-        return ()
+        self.cap = None if softcap is None else self.weight.new_full((1,), softcap, dtype=self.compute)
 
     def chunk_forward(self, chunk: Chunk, *, gradient_follows: bool, with_entropy: bool = False) -> tuple[Sums, Held]:
         held, shard = self._pairs_and_logits(chunk), self.head.shard
@@ -77,24 +74,19 @@ class TritonAllowedPasses(AllowedPasses):
         self, chunk: Chunk, held: Held | None, statistics: Statistics, factors: Factors
     ) -> "TritonPairGradient":
         pairs, values = self._pairs_and_logits(chunk) if held is None else held
-        upstream, at_target = factors.upstream, factors.at_target.contiguous()
-        c, h = (at_target, at_target) if upstream is None else upstream
-        assert h is not None
+        upstream = factors.upstream
         with torch.cuda.device_of(values):
             allowed_gradient_kernel[(len(chunk.hidden),)](
                 values,
                 pairs.column,
                 pairs.sets.bounds,
                 chunk.target.local(),
-                self._temperature(chunk, values),
+                chunk.temperature,
                 statistics.anchor.contiguous(),
                 statistics.mean.contiguous(),
-                at_target,
-                c.contiguous(),
-                h.contiguous(),
+                factors.at_target.contiguous(),
+                *((None, None) if upstream is None else (one.contiguous() for one in upstream)),
                 self.cap,
-                HAS_SOFTCAP=self.capped,
-                PLAIN=upstream is None,
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
@@ -121,7 +113,7 @@ class TritonAllowedPasses(AllowedPasses):
                 pair_logits_kernel[(triton.cdiv(count, PAIRS),)](
                     hidden,
                     self.weight,
-                    self.weight if self.bias is None else self.bias,
+                    self.bias,
                     pairs.row,
                     pairs.column,
                     logits,
@@ -130,8 +122,6 @@ class TritonAllowedPasses(AllowedPasses):
                     hidden.shape[1],
                     hidden.stride(0),
                     self.weight.stride(0),
-                    HAS_BIAS=self.bias is not None,
-                    HAS_SOFTCAP=self.capped,
                     PAIRS=PAIRS,
                     DEPTH=DEPTH,
                     num_warps=WARPS,
@@ -148,17 +138,13 @@ class TritonAllowedPasses(AllowedPasses):
                     pairs.column,
                     pairs.sets.bounds,
                     chunk.target.local(),
-                    self._temperature(chunk, logits),
-                    sums.anchor if given is None else given,
+                    chunk.temperature,
+                    given,
                     *sums,
-                    GIVEN=given is not None,
                     BLOCK=BLOCK,
                     num_warps=WARPS,
                 )
         return sums
-
-    def _temperature(self, chunk: Chunk, like: Tensor) -> Tensor:
-        return like.new_ones(len(chunk.hidden)) if chunk.temperature is None else chunk.temperature
 
 
 class TritonPairGradient(NamedTuple):

@@ -57,7 +57,7 @@ class FusedTritonPasses(TritonPasses):
 
     def product(self, operands: Operands, out: Tensor | None) -> FusedProduct:
         """Return the product that writes a chunk's exponentials into ``out``."""
-        return FusedProduct(operands, self.softcap, self.plan.tile)
+        return FusedProduct(operands, self.plan.tile)
 
     def chunk_gradient(
         self, chunk: Chunk, held: Matrices | None, statistics: Statistics, factors: Factors
@@ -69,7 +69,7 @@ class FusedTritonPasses(TritonPasses):
         if held is None or held.matrix is None:
             rows = AnchoredRows(chunk.target.local(), statistics.anchor.contiguous(), chunk.temperature)
             known = GradientRows(at_target, None, None)
-            if upstream is not None and upstream.entropy is not None:
+            if upstream is not None:
                 intercept = torch.addcmul(upstream.log_prob, upstream.entropy, statistics.mean, value=-1)
                 known = GradientRows(at_target, intercept, upstream.entropy.contiguous())
             matrix = self.buffer[: len(chunk.hidden)]
@@ -77,7 +77,6 @@ class FusedTritonPasses(TritonPasses):
             return self.products.gradient(matrix)
         matrix = held.matrix
         assert upstream is not None  # `policy` completes what needs no pass
-        assert upstream.entropy is not None
         if matrix.shape[1]:
             columns = ENTROPY_BLOCKS * self.plan.rows.block
             with torch.cuda.device_of(matrix):

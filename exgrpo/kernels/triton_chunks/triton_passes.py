@@ -35,10 +35,7 @@ def plan_of(head: ChunkedHead) -> LaunchPlan:
     chosen = plan(weight.device, operand, weight.shape[1], head.shard.largest)
     # The exponentials of a capped logit do not tell how steep the cap is there.
     fused = chosen.fused and head.options.softcap is None and weight.dtype == operand
-    if backend_choice.talkative():
-        backend_choice.say(
-            f"{operand} head of width {weight.shape[1]}: {'its own' if fused else 'the library'} product"
-        )
+    backend_choice.say_product(operand, weight.shape[1], fused)
     biased = head.head.bias is not None
     tile = tile_with_bias(chosen.tile, backend_choice.architecture(weight.device)) if biased else chosen.tile
     return replace(chosen, fused=fused, tile=tile)
@@ -154,10 +151,7 @@ class TritonPasses(ByFormulas):
         anchor = torch.where(far, largest, at_target)
         again = self._statistics(chunk, held, anchor, far)
         found = torch.stack((again.rest, again.moment)), torch.stack((own.rest, own.moment))
-        gap = at_target - anchor
-        if chunk.temperature is not None:
-            gap = gap / chunk.temperature
-        return Sums(anchor, gap, *shard.sum_of(*torch.where(far, *found)))
+        return Sums(anchor, chunk.tempered(at_target - anchor), *shard.sum_of(*torch.where(far, *found)))
 
     def _statistics(
         self, chunk: Chunk, held: Matrices, given: Tensor | None = None, listed: Tensor | None = None
@@ -171,12 +165,12 @@ class TritonPasses(ByFormulas):
         with torch.cuda.device_of(logits):
             statistics_kernel[(logits.shape[0],)](
                 logits,
-                _or(self.bias, logits),
-                _or(written, logits),
+                self.bias,
+                written,
                 chunk.target.local(),
                 chunk.temperature,
-                _or(given, anchor),
-                _or(listed, anchor),
+                given,
+                listed,
                 anchor,
                 gap,
                 rest,
@@ -184,9 +178,6 @@ class TritonPasses(ByFormulas):
                 self._cap,
                 logits.shape[1],
                 logits.stride(0),
-                GIVEN=given is not None,
-                LISTED=listed is not None,
-                WRITE=written is not None,
                 **self._compiled(),
             )
         return Sums(anchor, gap, rest, moment)
@@ -212,19 +203,17 @@ class TritonPasses(ByFormulas):
             with torch.cuda.device_of(logits):
                 gradient_kernel[(logits.shape[0],)](
                     logits,
-                    _or(self.bias, logits),
+                    self.bias,
                     out,
                     chunk.target.local(),
                     chunk.temperature,
                     statistics.anchor.contiguous(),
                     statistics.mean.contiguous(),
                     factors.at_target,
-                    factors.at_target if upstream is None else upstream.log_prob.contiguous(),
-                    factors.at_target if upstream is None else _or(upstream.entropy, factors.at_target).contiguous(),
+                    *((None, None) if upstream is None else (one.contiguous() for one in upstream)),
                     self._cap,
                     logits.shape[1],
                     logits.stride(0),
-                    PLAIN=upstream is None,
                     **self._compiled(),
                 )
         return self.products.gradient(out)
@@ -251,7 +240,7 @@ class TritonPasses(ByFormulas):
             with torch.cuda.device_of(logits):
                 listed_largest_kernel[(len(logits),)](
                     logits,
-                    _or(self.bias, logits),
+                    self.bias,
                     listed,
                     largest,
                     self._cap,
@@ -262,18 +251,9 @@ class TritonPasses(ByFormulas):
         return largest
 
     def _compiled(self) -> dict[str, Any]:
-        return {
-            "HAS_BIAS": self.bias is not None,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "BLOCK": self.plan.rows.block,
-            "num_warps": self.plan.rows.warps,
-        }
+        return {"BLOCK": self.plan.rows.block, "num_warps": self.plan.rows.warps}
 
 
 def aligned_columns(columns: int) -> int:
     """Return the next multiple of ALIGNED."""
     return -(-columns // ALIGNED) * ALIGNED
-
-
-def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    return otherwise if tensor is None else tensor

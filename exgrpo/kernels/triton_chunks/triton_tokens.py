@@ -1,4 +1,4 @@
-"""The small operations around the head, over tokens and responses, as one kernel each; nothing waits for the device."""
+"""The functions of `chunks.softmax` and `objective`, as one kernel each; nothing waits for the device."""
 
 import math
 
@@ -32,7 +32,6 @@ MOST_PAIRED = 65_536
 
 
 def finished(sums: Sums) -> tuple[Statistics, LogProb]:
-    """Statistics, log-probabilities and entropies from the sums, fp32 or fp64: `chunks.softmax.finished`."""
     anchor, gap, rest, moment = sums
     results = gap.new_empty(3, gap.numel())
     with torch.cuda.device_of(gap):
@@ -65,8 +64,8 @@ def policy_rows(
             sums.moment.contiguous(),
             tokens.old_log_prob.contiguous(),
             tokens.advantage.contiguous(),
-            _or(tokens.replayed, gap),
-            _or(temperature, gap),
+            _contiguous(tokens.replayed),
+            _contiguous(temperature),
             terms.normalizer,
             out,
             matrix,
@@ -76,8 +75,6 @@ def policy_rows(
             0 if matrix is None else matrix.stride(0),
             *ratio_numbers(surrogate),
             terms.entropy_coef,
-            HAS_REPLAYED=tokens.replayed is not None,
-            HAS_TEMPERATURE=temperature is not None,
             HAS_CLIP=surrogate.clip is not None,
             HAS_BETA=surrogate.beta is not None,
             PLAIN=terms.plain,
@@ -87,7 +84,6 @@ def policy_rows(
 
 
 def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjective:
-    """The objective of tokens whose log-probabilities are known: `objective.token_objective`."""
     log_prob, entropy, tokens, mask = scored
     grid = _grid(log_prob)
     results = log_prob.new_empty(4, log_prob.numel())
@@ -96,19 +92,16 @@ def token_objective(scored: ScoredTokens, surrogate: Surrogate) -> TokenObjectiv
     with torch.cuda.device_of(log_prob):
         policy_objective_kernel[grid](
             log_prob.contiguous(),
-            _or(entropy, log_prob),
+            _contiguous(entropy),
             tokens.old_log_prob.contiguous(),
             tokens.advantage.contiguous(),
-            _or(tokens.replayed, log_prob),
-            _or(mask, log_prob),
+            _contiguous(tokens.replayed),
+            _contiguous(mask),
             results,
             coefficients,
             partials,
             log_prob.numel(),
             *ratio_numbers(surrogate),
-            HAS_ENTROPY=entropy is not None,
-            HAS_REPLAYED=tokens.replayed is not None,
-            HAS_MASK=mask is not None,
             HAS_CLIP=surrogate.clip is not None,
             HAS_BETA=surrogate.beta is not None,
             BLOCK=BLOCK,
@@ -149,7 +142,6 @@ def scale(values: Tensor, factor: Tensor) -> None:
 
 
 def segment_mean(values: Tensor, counted: Tensor, offsets: Tensor) -> Tensor:
-    """Mean of the counted values [T] (bool [T]) of each segment [offsets[i], offsets[i + 1]); 0 if it has none."""
     means = values.new_empty(offsets.numel() - 1)
     with torch.cuda.device_of(values):
         segment_mean_kernel[means.shape](
@@ -168,5 +160,5 @@ def ratio_numbers(surrogate: Surrogate) -> tuple[float, float, float]:
     return low, high, 0.0 if surrogate.beta is None else math.log(surrogate.beta)
 
 
-def _or(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    return otherwise if tensor is None else tensor.contiguous()
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

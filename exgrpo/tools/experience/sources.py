@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, Checkpoint, survey
-from exgrpo.train.checkpoint.store import read_experience
-from exgrpo.train.common.durable import DamagedFileError
+from exgrpo.train.common.durable import DamagedFileError, read_checked
 from exgrpo.train.common.errors import CheckpointError, DataError, ModelError, os_errors_as, shown
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.policy import located
@@ -47,7 +46,7 @@ class RunExperience:
         self.run, self.step = run, checkpoint.step
         self.config: Config = validate_stored(checkpoint.manifest.config, f"the configuration in {checkpoint.folder}")
         self._fingerprint = checkpoint.manifest.fingerprint
-        self.arrays = read_experience(run / EXPERIENCE, checkpoint.manifest.arrays)
+        self.arrays = read_checked(run / EXPERIENCE, checkpoint.manifest.arrays)
         self.answers = unpacked(self.arrays)
 
     def __len__(self) -> int:

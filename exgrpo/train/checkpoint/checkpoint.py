@@ -32,9 +32,8 @@ from exgrpo.train.checkpoint.listing import (
     inspect,
     write_manifest,
 )
-from exgrpo.train.checkpoint.store import SUFFIX, read_experience, write_checked
 from exgrpo.train.common.distributed import World, agree, on_main
-from exgrpo.train.common.durable import DamagedFileError, flush, sha256
+from exgrpo.train.common.durable import SUFFIX, DamagedFileError, flush, read_checked, sha256, write_checked
 from exgrpo.train.common.errors import CheckpointError, os_errors_as
 from exgrpo.train.policy.policy import Policy
 from exgrpo.train.replay import ReplayState
@@ -197,7 +196,7 @@ class Checkpoints:
         if found.manifest.fingerprint != self.fingerprint:
             raise CheckpointError(f"{folder} belongs to other training questions than the configuration names")
         self._read(lambda: self._verify_share(found))
-        arrays = self._read(lambda: read_experience(self.experience, found.manifest.arrays))
+        arrays = self._read(lambda: read_checked(self.experience, found.manifest.arrays))
         return found, ReplayState(found.manifest.values, arrays)
 
     def _verify_share(self, found: Checkpoint) -> None:

@@ -13,16 +13,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from exgrpo.train.checkpoint.store import SUFFIX
-from exgrpo.train.common.durable import DamagedFileError, write_whole
+from exgrpo.train.common.durable import SUFFIX, DamagedFileError, write_whole
 from exgrpo.train.common.errors import CheckpointError
 
 FOLDER, EXPERIENCE = "checkpoints", "experience"
 UNFINISHED, DELETED, DAMAGED = ".unfinished", ".deleted", ".damaged"
 """Suffixes of folders that are being written, being deleted, or were found to be damaged."""
 MANIFEST = "manifest.json"
-FORMAT, READ = 7, (5, 6, 7)
-"""Version of the format that is written, and those that are read; 5 is that of 0.1.0."""
+FORMAT = 7
+"""Version of the format, that of 0.1.0; lower ones were written before its release."""
 
 
 class _Strict(BaseModel):
@@ -70,7 +69,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedFileError: it is missing, or its checksum is wrong.
-        CheckpointError: another version of this package wrote it.
+        CheckpointError: it has another format.
         OSError: it cannot be read.
     """
     path = folder / MANIFEST
@@ -86,7 +85,9 @@ def read_manifest(folder: Path) -> Manifest:
     if checksum != _checksum(content) or json.dumps({"sha256": checksum, **content}) != text:
         raise DamagedFileError(f"{path} is damaged: its content is not what was written")
     version = content.pop("format", None)
-    if version not in READ:
+    if version in range(FORMAT):
+        raise CheckpointError(f"{folder} (format {version}) was written by an earlier copy of exgrpo: begin a new run")
+    if version != FORMAT:
         raise CheckpointError(
             f"{folder} has format {version} and this version of exgrpo reads format {FORMAT}: "
             "continue with the version that wrote it"

@@ -32,7 +32,7 @@ class Column:
         meaning: one line, for the documentation and for the cards of exported data sets.
         stored: True if the buffer and checkpoints keep it, as they do all columns of traces.
         trace: its name in files of traces; "": they lack it.
-        was: its names in checkpoints and traces of earlier versions.
+        was: its names in traces of earlier versions.
         default: value where no stage has filled it; None: NaN, 0, False, None or the whole vocabulary, by dtype.
         dtype: of NumPy, or `AllowedTokens`.
     """
@@ -236,12 +236,12 @@ COLUMNS = {name: _column(hint) for name, hint in get_type_hints(AnswerColumns, i
 
 
 EARLIER = {was: name for name, column in COLUMNS.items() for was in column.was}
-"""Present names of columns, by the names that files of earlier versions have."""
+"""Present names of columns, by the names that traces of earlier versions have."""
 
 
 def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values from a file by the present names of their columns, with or without a prefix or a suffix."""
-    return {".".join(EARLIER.get(part, part) for part in name.split(".")): one for name, one in values.items()}
+    """Return the values of a trace by the present names of their columns."""
+    return {EARLIER.get(name, name): one for name, one in values.items()}
 
 
 def columns_of(*axes: Axis, stored: bool = False) -> dict[str, Column]:

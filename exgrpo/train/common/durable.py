@@ -1,16 +1,23 @@
-"""Crash-safe files, checksums, and folders locked for one process at a time."""
+"""Crash-safe files, arrays in files named by their checksum, and folders locked for one process at a time."""
 
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from exgrpo.train.common.errors import ConfigError, os_errors_as
 
 LOCK = "in_use_by"
 """Lock file in a folder; it names the process that holds it."""
+SUFFIX = ".safetensors"
+"""Of the files of `write_checked`."""
 
 
 class DamagedFileError(ValueError):
@@ -47,6 +54,30 @@ def sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal, reading it in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checked(folder: Path, arrays: Mapping[str, npt.NDArray]) -> str:
+    """Write arrays to a file that is named by its SHA-256, whole or not at all, and return that name."""
+    temporary = folder / "unnamed.tmp"
+    try:
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    flush(temporary)
+    name = sha256(temporary)
+    temporary.replace(folder / f"{name}{SUFFIX}")
+    flush(folder)
+    return name
+
+
+def read_checked(folder: Path, name: str) -> dict[str, npt.NDArray]:
+    """Read what `write_checked` wrote; raise DamagedFileError if it is missing or has changed."""
+    path = folder / f"{name}{SUFFIX}"
+    if not path.is_file():
+        raise DamagedFileError(f"{path} is missing")
+    if sha256(path) != name:
+        raise DamagedFileError(f"{path} is damaged: its content does not have the checksum in its name")
+    return load_file(path)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class ModelShape(ForwardFlops):
             chunk = min(row * tokens, (memory or chunking.GPU_MEMORY) // self.vocabulary)
         else:
             step = min(tokens, chunking.chunk_rows(self.vocabulary, torch.float32, kind))
-            chunk = FP32 * (step + min(step, chunking.block_rows(self.vocabulary, torch.float32, kind)))
+            chunk = FP32 * (step + min(step, chunking.block_rows(FP32 * self.vocabulary, kind)))
         alone = 0  # one chunk writes the weight's gradient in 16 bits, and takes the bytes of its sum in fp32
         if kind.type == "cuda" and item < FP32 and not frozen:
             whole, weight = row * tokens * self.vocabulary, self.width * self.vocabulary

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from exgrpo.train.common.columns import COLUMNS, Column, Ints, columns_of
+from exgrpo.train.common.columns import COLUMNS, Ints, columns_of
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import AllowedTokens
 
@@ -125,12 +125,11 @@ class TokenColumns:
 
     def gather(self, start: Ints, length: Ints) -> dict[str, Any]:
         """Return the columns of the tokens of some answers, end to end; a missing one is missing."""
-        runs = [slice(first, end) for first, end in zip(start.tolist(), (start + length).tolist(), strict=True)]
-
-        def joined(column: Column, values: Any) -> Any:
-            return column.joined([column.filled(0), *(values[run] for run in runs)])
-
-        return {name: joined(COLUMNS[name], flat.values) for name, flat in self._columns.items()}
+        runs = [slice(*bounds) for bounds in zip(start.tolist(), (start + length).tolist(), strict=True)]
+        values = {name: flat.values for name, flat in self._columns.items()}
+        return {
+            name: COLUMNS[name].joined([column[:0], *(column[run] for run in runs)]) for name, column in values.items()
+        }
 
 
 def check_folder(folder: Path | None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.columns import Axis, Ints, columns_of
-from exgrpo.train.common.records import AllowedTokens, TokenIds
+from exgrpo.train.common.records import AllowedTokens, Mask, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
 from exgrpo.train.replay.flat import FlatArray, TokenColumns
 
@@ -24,6 +24,8 @@ PIECE = 1 << 12
 """Rows that are moved at once."""
 PREFIX, SIZES = "answer.", ".sizes"
 """Beginning of the names of stored columns among the arrays of a checkpoint; end of those of the sizes of sets."""
+LENGTH = f"{PREFIX}length"
+"""Name of the answers' numbers of tokens among those arrays, which always have it."""
 
 
 class Table:
@@ -47,18 +49,22 @@ class Table:
         self.held[:], self._newest[:] = 0, NONE
         self.tokens, self._living = TokenColumns(folder), 0
         dtypes = {name: column.dtype for name, column in columns_of("group", "row", stored=True).items()}
-        dtypes |= {"length": np.int64, "start": np.int64}
+        dtypes |= {"length": np.int64, "start": np.int64, "older": np.int64, "alive": np.bool_}
         self._columns = {name: FlatArray(np.empty(0, dtype)) for name, dtype in dtypes.items()}
-        self._alive, self._older = FlatArray(np.empty(0, bool)), FlatArray(np.empty(0, np.int64))
         self._rows: Ints | None = None
 
     def __len__(self) -> int:
         return int(self.held.sum())
 
+    @property
+    def _alive(self) -> Mask:
+        """True for each row that has not left."""
+        return self._columns["alive"].values
+
     def rows(self) -> Ints:
         """Return the rows [N] that are there, oldest first."""
         if self._rows is None:
-            self._rows = np.flatnonzero(self._alive.values)
+            self._rows = np.flatnonzero(self._alive)
         return self._rows
 
     def column(self, name: str) -> npt.NDArray:
@@ -86,26 +92,16 @@ class Table:
 
     def stored(self) -> StepBatch:
         """Return all of them in the order of `rows`, each a group of its own, whatever leaves or joins later."""
-        start, length = self.column("start"), self.column("length")
-        tokens, first = (self.tokens, int(start[0])) if self._without_gaps() else (self._kept(), 0)
-        names = columns_of("row", stored=True)
-        return whole_batch(
-            self.column("question").copy(),
-            length.copy(),
-            {name: self.column(name).copy() for name in names} | tokens.part(first, first + int(length.sum())),
-        )
+        tokens, first = (self.tokens, int(self.column("start")[0])) if self._without_gaps() else (self._kept(), 0)
+        rows = {name: self.column(name).copy() for name in ("question", "length", *columns_of("row", stored=True))}
+        return _whole_batch(**rows, **tokens.part(first, first + int(rows["length"].sum())))
 
     def _kept(self) -> TokenColumns:
         """Return the tokens of the rows that are there, moved together."""
-        kept = TokenColumns(self.tokens.folder)
-        for first in range(0, len(self._alive.values), PIECE):
-            start, length, alive = (
-                column.values[first : first + PIECE]
-                for column in (self._columns["start"], self._columns["length"], self._alive)
-            )
-            there = np.repeat(alive, length)
-            part = self.tokens.part(int(start[0]), int(start[-1] + length[-1]))
-            kept.append({name: values[there] for name, values in part.items()}, int(np.count_nonzero(there)))
+        kept, start, length = TokenColumns(self.tokens.folder), self.column("start"), self.column("length")
+        for first in range(0, len(start), PIECE):
+            piece = slice(first, first + PIECE)
+            kept.append(self.tokens.gather(start[piece], length[piece]), int(length[piece].sum()))
         return kept
 
     def answers(self, rows: Ints, group: Ints, question: Ints) -> StepBatch:
@@ -124,9 +120,7 @@ class Table:
 
     def holds(self, question: int, row: int) -> bool:
         """Return True if a row >= 0 is there and answers this question."""
-        return (
-            row < len(self._alive.values) and bool(self._alive.values[row]) and self.value("question", row) == question
-        )
+        return row < len(self._alive) and bool(self._alive[row]) and self.value("question", row) == question
 
     def rows_of_question(self, question: int) -> list[int]:
         """Return the rows of a question, oldest first."""
@@ -137,7 +131,7 @@ class Table:
         return self._newest[questions]
 
     def _chain(self, question: int) -> Iterator[int]:
-        row, alive, older = int(self._newest[question]), self._alive.values, self._older.values
+        row, alive, older = int(self._newest[question]), self._alive, self._columns["older"].values
         while row != NONE:
             if alive[row]:
                 yield row
@@ -150,36 +144,35 @@ class Table:
             batch: answers that each have a token; a column that it lacks has its default.
             columns: [N] in the place of those of the batch.
         """
-        first, question = len(self._alive.values), batch.question[batch.group]
+        rows, question = len(self._alive) + np.arange(len(batch)), batch.question[batch.group]
         found = {name: batch.column(name) for name in columns_of("row", stored=True) if name not in columns} | columns
         found |= {"question": question, "length": batch.length, "start": batch.start[:-1] + self.tokens.size}
+        found |= {"older": self._link(rows, question), "alive": np.ones(len(batch), bool)}
         for name, column in self._columns.items():
             column.append(found[name])
         tokens = {name: getattr(batch, name) for name in columns_of("token", stored=True) if batch.has(name)}
         self.tokens.append(tokens, int(batch.start[-1]))
         self._living += int(batch.start[-1])
-        self._alive.append(np.ones(len(batch), bool))
-        self._link(question)
         np.add.at(self.held, question, 1)
         self._rows = None
-        return np.arange(first, len(self._alive.values))
+        return rows
 
-    def _link(self, question: Ints) -> None:
-        """Add rows of these questions [N] to the chains."""
+    def _link(self, rows: Ints, question: Ints) -> Ints:
+        """Put new rows [N] at the front of the chains of their questions [N]; return the next older row of each."""
         order = np.argsort(question, kind="stable")
-        rows, question = order + len(self._older.values), question[order]
+        rows, question = rows[order], question[order]
         first = np.append(True, question[1:] != question[:-1])[: len(order)]
         older = np.empty(len(order), np.int64)
         older[order] = np.where(first, self._newest[question], np.roll(rows, 1))
-        self._older.append(older)
         self._newest[question] = rows  # of equal ones the last, which is the newest
+        return older
 
     def remove(self, rows: Sequence[int] | Ints) -> None:
         """Let rows go that are there, each named once."""
         if not len(rows):
             return
         gone = np.asarray(rows, np.int64)
-        self._alive.values[gone] = False
+        self._alive[gone] = False
         self._living -= int(self.values("length", gone).sum())
         questions = self.values("question", gone)
         np.subtract.at(self.held, questions, 1)
@@ -202,8 +195,8 @@ class Table:
 
         Rows get other numbers then.
         """
-        few = 2 * len(self.rows()) < len(self._alive.values) or 2 * self._living < self.tokens.size
-        if len(self._alive.values) >= FEWEST and few:
+        few = 2 * len(self.rows()) < len(self._alive) or 2 * self._living < self.tokens.size
+        if len(self._alive) >= FEWEST and few:
             self.fill(self.stored())
 
     def fill(self, answers: StepBatch) -> None:
@@ -212,23 +205,12 @@ class Table:
         self.add(answers)
 
 
-def whole_batch(question: Ints, length: Ints, columns: Mapping[str, Any]) -> StepBatch:
-    """Return stored answers [N], each a group of its own; missing columns have their defaults, sets may be missing."""
-    return _completed(StepBatch(question, np.arange(len(length)), length, **columns), "row", "token")
-
-
-def _completed(batch: StepBatch, *axes: Axis) -> StepBatch:
-    missing = {name: one for name, one in columns_of(*axes, stored=True).items() if not batch.has(name)}
-    batch.fill(**{name: batch.column(name) for name, one in missing.items() if one.dtype is not AllowedTokens})
-    return batch
-
-
 def packed(answers: StepBatch) -> dict[str, npt.NDArray]:
     """Return the stored columns of answers, each a group of its own, as arrays for `unpacked`.
 
     A column without any value but its default is missing.
     """
-    arrays: dict[str, npt.NDArray] = {f"{PREFIX}length": answers.length}
+    arrays: dict[str, npt.NDArray] = {LENGTH: answers.length}
     for name, column in columns_of("group", "row", "token", stored=True).items():
         values = answers.column(name)
         if column.is_default(values):
@@ -241,13 +223,18 @@ def packed(answers: StepBatch) -> dict[str, npt.NDArray]:
 
 def unpacked(arrays: Mapping[str, npt.NDArray]) -> StepBatch:
     """Return the answers of `packed`, which may be among other arrays."""
-    found = with_sets({n.removeprefix(PREFIX): one for n, one in arrays.items() if n.startswith(PREFIX)})
-    length = found.pop("length")
-    return whole_batch(found.pop("question", np.zeros_like(length)), length, found)
+    found: dict[str, Any] = {n.removeprefix(PREFIX): one for n, one in arrays.items() if n.startswith(PREFIX)}
+    for name in [name.removesuffix(SIZES) for name in found if name.endswith(SIZES)]:
+        found[name] = AllowedTokens.from_sizes(found.pop(f"{name}{SIZES}"), found[name])
+    return _whole_batch(**{"question": np.zeros_like(found["length"]), **found})
 
 
-def with_sets(columns: Mapping[str, npt.NDArray]) -> dict[str, Any]:
-    """Return columns by name; sets are made of their ids and their sizes."""
-    sizes = {name.removesuffix(SIZES): values for name, values in columns.items() if name.endswith(SIZES)}
-    found = {name: values for name, values in columns.items() if not name.endswith(SIZES)}
-    return found | {name: AllowedTokens.from_sizes(values, found[name]) for name, values in sizes.items()}
+def _whole_batch(question: Ints, length: Ints, **columns: Any) -> StepBatch:
+    """Return stored answers [N], each a group of its own; missing columns have their defaults, sets may be missing."""
+    return _completed(StepBatch(question, np.arange(len(length)), length, **columns), "row", "token")
+
+
+def _completed(batch: StepBatch, *axes: Axis) -> StepBatch:
+    missing = {name: one for name, one in columns_of(*axes, stored=True).items() if not batch.has(name)}
+    batch.fill(**{name: batch.column(name) for name, one in missing.items() if one.dtype is not AllowedTokens})
+    return batch

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from exgrpo.train.checkpoint.listing import EXPERIENCE, FOLDER, Manifest, write_manifest
-from exgrpo.train.checkpoint.store import SUFFIX, write_checked
+from exgrpo.train.common.durable import SUFFIX, write_checked
 from exgrpo.train.common.step_batch import ENGINE
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.config.options import Config

@@ -71,11 +71,17 @@ def test_where_all_are_damaged_one_error_names_every_problem(tmp_path):
     assert remains.exists()
 
 
-def test_another_format_is_an_error_and_no_damage(tmp_path):
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (FORMAT + 1, f"step_00000006 has format {FORMAT + 1} and this version of exgrpo reads format {FORMAT}"),
+        (FORMAT - 1, r"step_00000006 \(format 6\) was written by an earlier copy of exgrpo: begin a new run"),
+    ],
+)
+def test_another_format_is_an_error_and_no_damage(tmp_path, version, told):
     saved_run(tmp_path)
-    (find(tmp_path)[0].folder / "manifest.json").write_text(signed({"format": FORMAT + 1}))
+    (find(tmp_path)[0].folder / "manifest.json").write_text(signed({"format": version}))
     before = folders(tmp_path)
-    told = f"step_00000006 has format {FORMAT + 1} and this version of exgrpo reads format {FORMAT}"
     with pytest.raises(CheckpointError, match=told):
         load(tmp_path)
     assert folders(tmp_path) == before

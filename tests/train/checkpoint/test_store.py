@@ -7,9 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from exgrpo.train.checkpoint.store import SUFFIX, read_checked, read_experience, write_checked
 from exgrpo.train.common.columns import columns_of
-from exgrpo.train.common.durable import DamagedFileError
+from exgrpo.train.common.durable import SUFFIX, DamagedFileError, read_checked, write_checked
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import AllowedTokens
 from exgrpo.train.replay import flat
@@ -47,7 +46,7 @@ def rows_in(table: Table) -> list[Row]:
 
 def saved(folder, table: Table) -> list[Row]:
     """What a checkpoint of a table gives."""
-    return stored_rows(unpacked(read_experience(folder, write_checked(folder, packed(table.stored())))))
+    return stored_rows(unpacked(read_checked(folder, write_checked(folder, packed(table.stored())))))
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_what_is_alive_comes_back_in_order(few, tmp_path_factory, mapped, histor
         table.add(each(new))
         alive = alive[removed:] + new
         seed += added
-        loaded = unpacked(read_experience(folder, write_checked(folder, packed(table.stored()))))
+        loaded = unpacked(read_checked(folder, write_checked(folder, packed(table.stored()))))
         assert len(loaded) == len(alive)
         assert all(map(same, stored_rows(loaded), alive))
         assert (loaded.token.dtype, loaded.old_log_prob.dtype) == (np.int32, np.float32)
@@ -91,76 +90,13 @@ def test_a_load_takes_the_memory_of_twice_what_lives_at_most(tmp_path):
     tracemalloc.start()
     try:
         table = Table(count)
-        table.fill(unpacked(read_experience(tmp_path, name)))
+        table.fill(unpacked(read_checked(tmp_path, name)))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(table) == alive == count / 4
     # 8 bytes per token; columns take under 300 bytes an answer.
     assert held < alive * (2 * 8 * tokens + 300) + 50_000
-
-
-WAS = {"response_mask": "own", "allowed_tokens": "kept", "old_log_probs_from": "behaviour"}
-"""Columns whose names were others before."""
-
-
-def of_format_6(folder, made: list[Row]) -> str:
-    """Write answers as format 6 did, with the names of its beginning: tokens in files of several answers."""
-    arrays, digests = {"count": np.arange(3)}, []
-    batch = each(made)
-    rows = {name: batch.column(name) for name in columns_of("group", "row", stored=True)}
-    block, start = np.arange(len(made)) // 7, np.zeros(len(made), np.int64)
-    for number in range(max(block, default=-1) + 1):
-        part = batch.take(np.flatnonzero(block == number)[::-1])
-        start[part.group] = part.start[:-1]
-        file = {name: getattr(part, name) for name in ("token", "old_log_prob")}
-        if number:
-            file["response_mask"] = part.response_mask
-            file |= {"allowed_tokens": part.allowed_tokens.ids, "allowed_tokens.sizes": part.allowed_tokens.sizes}
-        digests.append(list(bytes.fromhex(write_checked(folder, earlier(file)))))
-    rows |= {"length": batch.length, "start": start, "block": block}
-    arrays |= {f"row.{name}": values for name, values in rows.items()}
-    return write_checked(folder, earlier({**arrays, "blocks": np.array(digests, np.uint8).reshape(-1, 32)}))
-
-
-def earlier(arrays):
-    parts = {name: name.split(".") for name in arrays}
-    return {".".join(WAS.get(part, part) for part in parts[name]): array for name, array in arrays.items()}
-
-
-@pytest.mark.parametrize("count", [0, 1, 50])
-def test_format_6_is_read_under_the_names_that_its_columns_had(tmp_path, count):
-    made = [answer(i, i + 1 if i < 7 else i) for i in range(count)]
-    # The first file has neither masks nor sets.
-    made[:7] = [Row(**{**vars(one), "response_mask": True, "allowed_tokens": None}) for one in made[:7]]
-    arrays = read_experience(tmp_path, of_format_6(tmp_path, made))
-    assert arrays["count"].tolist() == [0, 1, 2]
-    found = stored_rows(unpacked(arrays))
-    assert len(found) == count
-    assert all(map(same, found, made))
-
-
-@pytest.mark.parametrize("count", [0, 20])
-def test_format_5_is_read(tmp_path, count):
-    """Its files have rows, too, of which some have left."""
-    made, files, digests = answers(count), {0: range(12), 1: range(12, 20)} if count else {}, []
-    for places in files.values():
-        batch = each([made[place] for place in places])
-        file = {name: getattr(batch, name) for name in ("question", "reward", "step", "key", "penalty")}
-        file |= {"response": batch.token, "log_prob": batch.old_log_prob, "length": batch.length.astype(np.int32)}
-        file |= {"finished": batch.finished.astype(np.uint8), "behaviour": batch.old_log_probs_from}
-        file |= {"written": batch.response_mask.astype(np.uint8), "kept": batch.allowed_tokens.ids}
-        digests.append(list(bytes.fromhex(write_checked(tmp_path, {**file, "kept_words": batch.allowed_tokens.sizes}))))
-    left = [place for place in range(count) if place % 3]
-    arrays = {name: np.arange(len(left)) for name in ("successes", "answers", "replays")}
-    arrays |= {"advantage": np.arange(len(left)) / 2, "segments": np.array(digests, np.uint8).reshape(-1, 32)}
-    arrays["segment"] = np.array([int(place >= 12) for place in left], np.int32)
-    arrays["row"] = np.array([place % 12 for place in left], np.int32)
-    found = unpacked(read_experience(tmp_path, write_checked(tmp_path, arrays)))
-    assert len(found) == len(left)
-    assert all(same(one, made[place]) for one, place in zip(stored_rows(found), left, strict=True))
-    for name in ("advantage", "successes", "answers", "replays"):
-        assert getattr(found, name).tolist() == arrays[name].tolist()
 
 
 def test_a_file_that_was_lost_or_changed_is_named(tmp_path):

@@ -5,8 +5,8 @@ import pytest
 
 from exgrpo.tools.experience.convert import import_answers
 from exgrpo.tools.experience.export import export
-from exgrpo.train.checkpoint.store import read_experience, write_checked
 from exgrpo.train.common.columns import COLUMNS, Column
+from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.replay import ExperienceConfig, MethodOptions, Replay, ReplayState
 from exgrpo.train.replay.table import unpacked
 from exgrpo.train.run.traces import read_traces
@@ -51,7 +51,7 @@ def test_it_goes_through_batch_buffer_checkpoint_and_resume(tmp_path):
     np.testing.assert_array_equal(replay.memory.stored(4).hardness, [s + i / 8 for s in (1, 2, 3) for i in range(4)])
     state, again = replay.state(), replay_of(3)
     name = write_checked(tmp_path, state.arrays)
-    again.restore(ReplayState(state.values, read_experience(tmp_path, name)))
+    again.restore(ReplayState(state.values, read_checked(tmp_path, name)))
     for one in (replay, again):
         table = one.memory.table
         rows = table.rows()[::-1]
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_lacks_it_gives_its_default(tmp_path, monkeypatch):
         replay.store(make_batch([(0, [Row(1.0), Row()])]), 1)
         name = write_checked(tmp_path, replay.memory.arrays())
     table = replay_of(1).memory.table
-    table.fill(unpacked(read_experience(tmp_path, name)))
+    table.fill(unpacked(read_checked(tmp_path, name)))
     batch = table.answers(table.rows(), np.array([0, 1]), np.array([0, 0]))
     assert np.isnan(batch.hardness).all()
     assert np.isnan(batch.surprise).all()
