@@ -68,6 +68,7 @@ class ExperienceConfig(Section):
         description="gaussian: standard deviation in counts: at 0.001 only the likeliest count, at 1e6 uniform.",
     )
     age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps until a weight falls to 1/e.")
+    drift: float = Field(1e-3, ge=0, le=1e3, description="headroom: largest mean square change of log-probs.")
     trajectory: TrajectoryRule = Field(
         "lowest_entropy", description="Selection of the replayed answer of a drawn question."
     )

@@ -75,6 +75,15 @@ def freshness(candidates: Candidates, options: MethodOptions) -> Priority:
     return Priority(0.6 * log_weight)
 
 
+def headroom(candidates: Candidates, options: MethodOptions) -> Priority:
+    """The highest `headroom` first among the answers whose drift is at most `drift`; the others come last.
+
+    Headroom-Drift, arXiv 2609.03941.
+    """
+    _, rank = np.unique(candidates.headroom, return_inverse=True)
+    return Priority(np.where(candidates.drift <= options.experience.drift, NEXT * rank, -np.inf))
+
+
 def newest(candidates: Candidates, options: MethodOptions) -> Priority:
     """Last in, first out: a younger step is exhausted before an older one is drawn from (POPO, arXiv 2606.01281)."""
     stratum = candidates.step - candidates.step.min()
