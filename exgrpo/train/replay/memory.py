@@ -209,8 +209,6 @@ class ExperienceMemory:
             answers: [N] distinct ones, oldest first, each a group of its own; their questions are not retired.
             count: success count in [1, K-1] of each of their questions.
         """
-        # Whatever a file says of it: no later policy of this run has scored them.
-        answers.fill(**drift_and_headroom(answers, answers.old_log_prob, answers.column("advantage")))
         self.table.fill(answers)
         self.count[:] = 0
         for question, of_question in count.items():
