@@ -19,7 +19,7 @@ from tests.train.batches import Row, make_batch, stored_rows
 
 K = QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
-NUMBERS = itertools.count()
+NUMBERS = itertools.count(0, -1)
 """The log-probs of each answer, by which equal responses can be told apart."""
 
 
