@@ -97,7 +97,8 @@ class ExperienceConfig(Section):
     )
     band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
         (0.25, 0.75),
-        description="repeat: range of pass rates of questions to ask again; admit in_band: of groups to store.",
+        description="repeat: range of pass rates of questions to ask again; admit in_band: of groups to store; expire "
+        "above_band: no answers to questions above it stay.",
     )
     cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="repeat: steps until a question may be asked again.")
     lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between a group's generation and its update.")
