@@ -93,7 +93,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "paper/llama3.1_8b.yaml": WEAK,
     "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct", **PLAIN},
     "paper/reference_script.yaml": {
-        "experience.trajectory": "shortest",
         "experience.count_replayed": True,
         "optimizer.grad_clip": 1 / 64,
         "objective.entropy_coef": 5e-5,
