@@ -80,7 +80,7 @@ class ExGRPOTrainer(FusedLossMixin, GRPOTrainer):
         micro_batches = self.args.steps_per_generation * self.num_iterations
         self.importance_weighting = ImportanceWeighting(
             self.args.method,
-            lambda rows: self._scores(rows, self.temperature).log_prob,
+            lambda rows: self.replay.rescored(rows, self._scores(rows, self.temperature).log_prob),
             one_update=self.args.gradient_accumulation_steps % micro_batches == 0,
         )
         self.generation = 0

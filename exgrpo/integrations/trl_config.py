@@ -84,6 +84,7 @@ class ExGRPOConfig(GRPOConfig):
     mu: float = _experience("mu")
     sigma: float = _experience("sigma")
     age_scale: float = _experience("age_scale")
+    drift: float = _experience("drift")
     trajectory: str = _experience("trajectory")
     replayed: int = _experience("replayed")
     advantage: str = _experience("advantage")

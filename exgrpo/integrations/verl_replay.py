@@ -81,7 +81,7 @@ class ExGRPOTrainer(PPOTrainerSync):
         self.options = configure(config, OmegaConf.to_container(config.get(KEY) or OmegaConf.create()))
         super().__init__(config)
         self.importance_weighting = ImportanceWeighting.from_config(
-            self.options, lambda rows: self.scores(rows).log_prob
+            self.options, lambda rows: self.replay.rescored(rows, self.scores(rows).log_prob)
         )
         surrogate = SURROGATES.find(self.options.objective.surrogate)
         self.terms = LossTerms(self.options.method, 1.0, term=self.importance_weighting.term, surrogate=surrogate)

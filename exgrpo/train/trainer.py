@@ -125,7 +125,7 @@ class Trainer:
         self.needs = Needs.of(SURROGATES.find(config.objective.surrogate))
         self.ratio_to_start = config.objective.anchor == "start"
         self.importance_weighting = ImportanceWeighting.from_config(
-            config, lambda rows: self._score(rows, self.sampling.temperature).log_prob
+            config, lambda rows: self.replay.rescored(rows, self._score(rows, self.sampling.temperature).log_prob)
         )
         self.scorer = FreshScorer(config, policy, settles=self.replay.settles)
         self.batch_rng = generator(config.seed, "mini-batches")
@@ -294,14 +294,17 @@ class Trainer:
         updates: list[UpdateStats] = []
         for minibatch in with_signal:
             asked = keep_scores and not updates
+            renews = self.replay.renews and bool(minibatch.batch.replayed.any())
             minibatch.refer_to(None if asked else batch, ratio_to_start=self.ratio_to_start)
             if self.needs.coupled:
                 rows = minibatch.batch
                 moved = updates or self.ratio_to_start or rows.replayed.any()
                 now = self.policy.score(rows, self.sampling.temperature).log_prob if moved else rows.ratio_log_prob
                 minibatch.couple(now, self.config.objective.beta2, rows.fresh | (term == "clipped"))
-            update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked)
-            if update.scores:
+            update = self.policy.update(minibatch, clip=clip, term=term, keep_scores=asked or renews)
+            if update.scores and renews:
+                self.replay.rescored(minibatch.batch, update.scores.log_prob)
+            if update.scores and asked:
                 batch.put(minibatch.rows, log_prob=update.scores.log_prob, entropy=update.scores.entropy)
             updates.append(update)
         self.skipped_updates += sum(not update.applied for update in updates)

@@ -112,6 +112,29 @@ class AnswerColumns:
     text: Annotated[Objects, Column("row", "of fresh answers, what is graded: before the EOS token or stop string")]
     parts: Annotated[Objects, Column("row", "of fresh answers, the parts of the reward by name")]
     replays: Annotated[Ints, Column("row", "how often it was replayed", trace="replays")]
+    drift: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "of stored answers, mean square over its tokens of the change of their log-probs from when it was written "
+            "to when it was scored last",
+            trace="drift",
+            default=0.0,
+        ),
+    ]
+    headroom: Annotated[
+        Doubles,
+        Column(
+            "row",
+            "of stored answers, mean over its tokens of 1 - p where its stored advantage is positive, of p where it is "
+            "negative, with their probabilities p when it was scored last; 0: without an advantage",
+            trace="headroom",
+            default=0.0,
+        ),
+    ]
+    number: Annotated[
+        Ints, Column("row", "of replayed answers, the number that the buffer knows them by; -1: none", default=-1)
+    ]
     chosen_entropy: Annotated[
         Doubles,
         Column(

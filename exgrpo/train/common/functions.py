@@ -65,6 +65,8 @@ class Needs:
     Attributes:
         distinct: admit: store only the newest of equal responses to a question; "key": of equal solutions, too.
         scores: admit, settle: it reads the scores of fresh rows, which are then computed for all of them.
+        drift: prioritise, expire: it reads `drift` or `headroom` of stored answers, which are then renewed wherever one
+            is scored; without it they stay as they were written.
         settle: compose: a function that selects what is trained on after grading.
         alone: compose: it trains on single stored answers, which have no advantage in a group of their own.
         fills: compose: stored groups take the places of groups without a gradient, as `rollout.refills` would.
@@ -84,6 +86,7 @@ class Needs:
 
     distinct: Distinct | None = None
     scores: bool = False
+    drift: bool = False
     settle: Callable[..., Any] | None = None
     alone: bool = False
     fills: bool = False

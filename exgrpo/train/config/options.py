@@ -96,7 +96,8 @@ class DataConfig(Section):
     )
     answer_prefix: Text = Field(
         "",
-        description="Text that opens every answer, such as $'<think>\\n'; it ends the prompt and is not trained.",
+        description="Text that opens every answer, such as $'<think>\\n', if the chat template does not write it; it "
+        "ends the prompt and is not trained.",
     )
     max_prompt_tokens: int = Field(
         1024, ge=1, le=LONGEST, description="Longer prompts are left out and counted; held-out ones count as wrong."

@@ -17,12 +17,12 @@ MethodKind = Literal["admit", "prioritise", "compose", "weigh", "expire"]
 PACKAGE = "exgrpo.train.replay"
 KINDS: dict[MethodKind, Functions] = {
     "admit": Functions(f"{PACKAGE}.admit", "experience.admit", ("distinct", "scores")),
-    "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise"),
+    "prioritise": Functions(f"{PACKAGE}.prioritise", "experience.prioritise", ("drift",)),
     "compose": Functions(
         f"{PACKAGE}.compose", "experience.compose", ("settle", "alone", "fills", "in_place", "keeps_groups")
     ),
     "weigh": Functions(f"{PACKAGE}.weigh", "objective.weigh", ("term", "present")),
-    "expire": Functions(f"{PACKAGE}.expire", "experience.expire"),
+    "expire": Functions(f"{PACKAGE}.expire", "experience.expire", ("drift",)),
 }
 """Functions of a replay method by kind; `exgrpo.train.replay.rules` finds and checks them."""
 LIMITS = {"age": "max_age", "uses": "max_uses", "capacity": "capacity"}
@@ -75,6 +75,7 @@ class ExperienceConfig(Section):
         description="gaussian: standard deviation in counts: at 0.001 only the likeliest count, at 1e6 uniform.",
     )
     age_scale: float = Field(50.0, gt=0, le=MOST_STEPS, description="freshness: steps until a weight falls to 1/e.")
+    drift: float = Field(1e-3, ge=0, le=1e3, description="headroom: largest mean square change of log-probs.")
     trajectory: TrajectoryRule = Field(
         "lowest_entropy", description="Selection of the replayed answer of a drawn question."
     )
@@ -96,7 +97,8 @@ class ExperienceConfig(Section):
     )
     band: tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=0, le=1)]] = Field(
         (0.25, 0.75),
-        description="repeat: range of pass rates of questions to ask again; admit in_band: of groups to store.",
+        description="repeat: range of pass rates of questions to ask again; admit in_band: of groups to store; expire "
+        "above_band: no answers to questions above it stay.",
     )
     cooldown: int = Field(10, ge=1, le=MOST_STEPS, description="repeat: steps until a question may be asked again.")
     lag: int = Field(64, ge=1, le=MOST_STEPS, description="stale: steps between a group's generation and its update.")

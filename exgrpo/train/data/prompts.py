@@ -44,7 +44,8 @@ class PromptFormat:
         prompt_format: last user message, with {question} in it; literal braces are doubled, as in str.format.
         system_prompt: system message of every chat.
         keep_system: use the row's own system message where it has one; by default only its question is used.
-        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt.
+        answer_prefix: text that opens every answer, such as "<think>\n"; it ends the prompt, and is not added where the
+            chat template has written it already.
     """
 
     max_prompt_tokens: int
@@ -123,7 +124,7 @@ class PromptFormat:
             raise DataError(f"the question {shown(long.text)} has several turns, which need data.chat=True")
         else:
             texts = [self.prompt_format.format(question=row.question) for row in rows]
-        texts = [text + self.answer_prefix for text in texts]
+        texts = [text.removesuffix(self.answer_prefix) + self.answer_prefix for text in texts]
         bare = list(tokenizer(texts, add_special_tokens=False)["input_ids"])
         if self.chat:  # the template writes the special tokens itself
             return bare

@@ -26,6 +26,13 @@ def successes(batch: StepBatch, options: MethodOptions) -> Mask:
     return batch.fresh & is_success(batch.reward, options.success)
 
 
+@needs(distinct="response")
+def rare(batch: StepBatch, options: MethodOptions) -> Mask:
+    """The fresh success of a group that has no second one (SU-01, arXiv 2605.13301)."""
+    right = successes(batch, options)
+    return right & (np.bincount(batch.group[right], minlength=batch.groups) == 1)[batch.group]
+
+
 @needs(distinct="key")
 def solutions(batch: StepBatch, options: MethodOptions) -> Mask:
     """Fresh successes, of which only the newest with the same solution key is kept for a question.

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from exgrpo.train.common.columns import columns_of
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Score
-from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.common.step_batch import Doubles, Floats, Ints, StepBatch
 from exgrpo.train.config.replay import TrajectoryRule
 
-KNOWN = ("question", "count", "step", "reward", "advantage", "replays", "length", "key")
+KNOWN = ("question", "count", "step", "reward", "advantage", "replays", "length", "key", "drift", "headroom")
 """Columns of candidates."""
 ROUNDS = 8
 """Rounds of draws, after which a few candidates outweigh all others, and the rest is drawn by a race."""
@@ -49,6 +49,9 @@ class Candidates:
         replays: Number of replays, or of further steps that asked the prompt.
         length: Number of response tokens.
         key: Key of its solution; 0: none.
+        drift: Mean square of the changes of its log-probs from when it was written to when it was scored last.
+        headroom: Mean of 1 - p over its tokens if its advantage is positive, of p if it is negative, with their
+            probabilities p when it was scored last; 0: without an advantage.
     """
 
     def __init__(self, now: int, read: Callable[[str], npt.NDArray], solved: Ints | None = None) -> None:
@@ -211,10 +214,12 @@ class MeanScores(NamedTuple):
     Attributes:
         entropy: [N].
         nll: [N] negative log-probability.
+        log_prob: [T] of all tokens; None: not known.
     """
 
     entropy: Doubles
     nll: Doubles
+    log_prob: Floats | None = None
 
     @classmethod
     def from_scores(cls, batch: StepBatch, score: Score) -> "MeanScores":
@@ -223,7 +228,7 @@ class MeanScores(NamedTuple):
             np.array([float(batch.row_values(row, values).mean()) for row in range(len(batch))])
             for values in (score.entropy, score.log_prob)
         )
-        return cls(entropy, -log_prob)
+        return cls(entropy, -log_prob, score.log_prob)
 
 
 Choose = Callable[[Ints, MeanScores, np.random.Generator], int]

@@ -6,6 +6,7 @@ the questions that all answers of the latest step solve.
 
 import numpy as np
 
+from exgrpo.train.common.success import EPSILON
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Candidates, Expired
 
@@ -13,6 +14,14 @@ from exgrpo.train.replay.candidates import Candidates, Expired
 def retirement(candidates: Candidates, options: MethodOptions) -> Expired:
     """Retire the questions that all answers of the latest step solve (ExGRPO, arXiv 2510.02245, section 3.2)."""
     return Expired(questions=candidates.solved)
+
+
+def above_band(candidates: Candidates, options: MethodOptions) -> Expired:
+    """Drop the answers to questions whose latest pass rate exceeds the upper end of `band`; these are still asked.
+
+    SU-01, arXiv 2605.13301, whose retired questions leave the replay alone.
+    """
+    return Expired(candidates.count > options.samples * (options.experience.band[1] + EPSILON))
 
 
 def age(candidates: Candidates, options: MethodOptions) -> Expired:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from exgrpo.train.common.records import Mask
-from exgrpo.train.common.step_batch import Doubles, Ints, StepBatch
+from exgrpo.train.common.step_batch import Doubles, Floats, Ints, StepBatch
 from exgrpo.train.common.success import EPSILON, is_success
 from exgrpo.train.config.objective import Band, ObjectiveConfig
 
@@ -69,6 +69,16 @@ def fill_advantages(batch: StepBatch, options: ObjectiveConfig) -> None:
     if batch.has("stored_advantage"):
         advantage[rows[~counted]] = batch.stored_advantage[rows[~counted]]
     batch.fill(advantage=advantage)
+
+
+def drift_and_headroom(batch: StepBatch, log_prob: Floats, advantage: Doubles) -> dict[str, Doubles]:
+    """Return the columns `drift` and `headroom` [N] by the latest log-probs [T] and the stored advantages [N]."""
+    log_prob, tokens = log_prob.astype(np.float64), np.maximum(batch.num_tokens, 1)
+    p = batch.sums(np.exp(log_prob)) / tokens
+    return {
+        "drift": batch.sums((log_prob - batch.old_log_prob) ** 2) / tokens,
+        "headroom": np.select([advantage > 0, advantage < 0], [1 - p, p]),
+    }
 
 
 def in_group(batch: StepBatch) -> npt.NDArray[np.bool_]:

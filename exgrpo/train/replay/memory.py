@@ -8,7 +8,7 @@ import numpy.typing as npt
 from exgrpo.train.common.errors import ConfigError, shown
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask
-from exgrpo.train.common.step_batch import SCORES, Doubles, Ints, StepBatch
+from exgrpo.train.common.step_batch import SCORES, Doubles, Floats, Ints, StepBatch
 from exgrpo.train.common.success import is_success
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay import rules
@@ -17,11 +17,12 @@ from exgrpo.train.replay.groups import (
     Evidence,
     count_successes,
     deviation_counts,
+    drift_and_headroom,
     group_advantages,
     in_group,
     success_counts,
 )
-from exgrpo.train.replay.table import Table, packed, unpacked
+from exgrpo.train.replay.table import NONE, Table, packed, unpacked
 
 NEVER = -1
 """In the place of a step or a count: the question was not asked yet."""
@@ -163,12 +164,13 @@ class ExperienceMemory:
         group, stored = batch.group[admitted], batch.take(admitted)
         if np.isnan(stored.old_log_prob).any():
             raise ValueError("old_log_prob: NaN of an answer that is to be stored")
-        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.options.objective)
+        advantage = group_advantages(batch.net_reward, batch.group, in_group(batch), self.options.objective)[admitted]
         added = table.add(
             stored,
-            advantage=advantage[admitted],
+            advantage=advantage,
             successes=evidence.successes[group],
             answers=evidence.rows[group],
+            **drift_and_headroom(stored, stored.old_log_prob, advantage),
         )
         if self._distinct:
             for row in added.tolist():
@@ -178,6 +180,18 @@ class ExperienceMemory:
         if most is not None:
             for question in np.unique(batch.question[group]).tolist():
                 table.remove(table.rows_of_question(question)[:-most])
+
+    def rescored(self, batch: StepBatch, log_prob: Floats) -> None:
+        """Renew `drift` and `headroom` of the replayed rows of a batch that are still stored.
+
+        Args:
+            batch: replayed rows have a `number`.
+            log_prob: [T] under a later policy, at the temperature and over the sets of tokens of `old_log_prob`.
+        """
+        rows = self.table.numbered(batch.column("number"))
+        there = np.flatnonzero(rows != NONE)
+        rows, log_prob, batch = rows[there], log_prob[batch.places(there)], batch.take(there)
+        self.table.put(rows, **drift_and_headroom(batch, log_prob, self.table.values("advantage", rows)))
 
     def _forget(self, now: int, solved: Ints) -> None:
         """Apply the functions of `expire`, one after the other, before the step `now` is planned."""

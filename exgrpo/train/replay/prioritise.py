@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Doubles
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.replay.candidates import Candidates, Priority
@@ -73,6 +74,16 @@ def freshness(candidates: Candidates, options: MethodOptions) -> Priority:
     log_weight = np.log(np.abs(candidates.reward) + SMALLEST)
     log_weight -= candidates.age / options.experience.age_scale
     return Priority(0.6 * log_weight)
+
+
+@needs(drift=True)
+def headroom(candidates: Candidates, options: MethodOptions) -> Priority:
+    """The highest `headroom` first among the answers whose drift is at most `drift`; the others come last.
+
+    Headroom-Drift, arXiv 2609.03941.
+    """
+    _, rank = np.unique(candidates.headroom, return_inverse=True)
+    return Priority(np.where(candidates.drift <= options.experience.drift, NEXT * rank, -np.inf))
 
 
 def newest(candidates: Candidates, options: MethodOptions) -> Priority:

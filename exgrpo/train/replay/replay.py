@@ -11,7 +11,7 @@ import numpy as np
 from exgrpo.train.common.functions import Needs
 from exgrpo.train.common.records import Mask, TokenIds
 from exgrpo.train.common.seeds import generator
-from exgrpo.train.common.step_batch import SCORES, Ints, StepBatch
+from exgrpo.train.common.step_batch import SCORES, Floats, Ints, StepBatch
 from exgrpo.train.common.success import RewardWatch, is_success
 from exgrpo.train.config.objective import Band, MethodOptions
 from exgrpo.train.replay import rules
@@ -63,6 +63,7 @@ class Replay:
         memory: what is stored, and which questions are retired.
         open: whether replay has begun: for good, once a step's batch Pass@1 has exceeded `start_pass_rate`.
         watch: whether rewards fit `success`.
+        renews: True if a function of the method reads `drift` or `headroom`.
         pool: the fresh questions.
         rng: draws what is replayed.
 
@@ -94,6 +95,8 @@ class Replay:
         self._compose = rules.find("compose", self.config.compose)
         self._settle = Needs.of(self._compose).settle
         self._settles_by_scores = Needs.of(self._settle).scores
+        forget = [rules.find("expire", name) for name in self.config.forgets]
+        self.renews = any(Needs.of(function).drift for function in (self._prioritise, *forget))
 
     @property
     def active(self) -> bool:
@@ -158,7 +161,10 @@ class Replay:
         rows = np.array([*chain.from_iterable(stored)], np.int64)
         unknown = np.full(len(rows), np.nan)
         scored = self.config.trajectory not in UNSCORED and len(rows)
-        entropy, nll = score(self._answers(planned, stored)) if scored else MeanScores(unknown, unknown)
+        candidates = self._answers(planned, stored)
+        entropy, nll, log_prob = score(candidates) if scored else MeanScores(unknown, unknown)
+        if log_prob is not None and self.options.temperature == 1 and not candidates.has("allowed_tokens"):
+            self.rescored(candidates, log_prob)
         joined: list[list[int]] = []
         entropies: list[float] = []
         ends = np.cumsum([len(of_group) for of_group in stored]).tolist()
@@ -170,6 +176,15 @@ class Replay:
             joined.append([*rows[chosen].tolist(), *group.rows])
             entropies += [*entropy[chosen], *([np.nan] * len(group.rows))]
         return self._join(planned, joined, entropies)
+
+    def rescored(self, batch: StepBatch, log_prob: Floats) -> Floats:
+        """Renew drift and headroom of the replayed rows of a batch if they are read; return `log_prob` as it is.
+
+        Trainers call it wherever they have computed it; `ExperienceMemory.rescored` has the arguments.
+        """
+        if self.renews:
+            self.memory.rescored(batch, log_prob)
+        return log_prob
 
     def _answers(self, planned: Sequence[PlannedGroup], rows: Sequence[Sequence[int]]) -> StepBatch:
         group = np.repeat(np.arange(len(planned)), np.array([len(of_group) for of_group in rows], np.int64))

@@ -42,6 +42,7 @@ class Table:
 
     def __init__(self, questions: int, folder: Path | None = None) -> None:
         self.held: Ints = np.zeros(questions, np.int64)
+        self._numbered = 0
         self._newest: Ints = np.full(questions, NONE, np.int64)
         self._clear(folder)
 
@@ -49,7 +50,7 @@ class Table:
         self.held[:], self._newest[:] = 0, NONE
         self.tokens, self._living = TokenColumns(folder), 0
         dtypes = {name: column.dtype for name, column in columns_of("group", "row", stored=True).items()}
-        dtypes |= {"length": np.int64, "start": np.int64, "older": np.int64, "alive": np.bool_}
+        dtypes |= dict.fromkeys(("length", "start", "older", "number"), np.int64) | {"alive": np.bool_}
         self._columns = {name: FlatArray(np.empty(0, dtype)) for name, dtype in dtypes.items()}
         self._rows: Ints | None = None
 
@@ -112,7 +113,8 @@ class Table:
             group: [N] number of the group of each.
             question: [G] of each group.
         """
-        of_rows = {name: self.values(name, rows) for name in columns_of("row", stored=True) if name != "advantage"}
+        names = [*columns_of("row", stored=True), "number"]
+        of_rows = {name: self.values(name, rows) for name in names if name != "advantage"}
         length = self.values("length", rows)
         tokens = self.tokens.gather(self.values("start", rows), length)
         batch = StepBatch(question, group, length, replayed=np.ones(len(rows), bool), **of_rows, **tokens)
@@ -148,6 +150,8 @@ class Table:
         found = {name: batch.column(name) for name in columns_of("row", stored=True) if name not in columns} | columns
         found |= {"question": question, "length": batch.length, "start": batch.start[:-1] + self.tokens.size}
         found |= {"older": self._link(rows, question), "alive": np.ones(len(batch), bool)}
+        found["number"] = self._numbered + np.arange(len(batch))
+        self._numbered += len(batch)
         for name, column in self._columns.items():
             column.append(found[name])
         tokens = {name: getattr(batch, name) for name in columns_of("token", stored=True) if batch.has(name)}
@@ -190,14 +194,29 @@ class Table:
         np.add.at(self._columns["replays"].values, rows, 1)
         return self.values("replays", rows)
 
+    def numbered(self, numbers: Ints) -> Ints:
+        """Return the rows with these values of `number` [N], which they keep when they move; `NONE` of those gone."""
+        known = self._columns["number"].values
+        rows = np.searchsorted(known, numbers)
+        there = rows < len(known)
+        there[there] = (known[rows[there]] == numbers[there]) & self._alive[rows[there]]
+        return np.where(there, rows, NONE)
+
+    def put(self, rows: Ints, **columns: npt.NDArray) -> None:
+        """Replace values [N] of some rows."""
+        for name, values in columns.items():
+            self._columns[name].values[rows] = values
+
     def tidy(self) -> None:
         """Move the rows together where more than half of them, or of their tokens, have left.
 
-        Rows get other numbers then.
+        Then rows are at other places, but keep their `number`.
         """
         few = 2 * len(self.rows()) < len(self._alive) or 2 * self._living < self.tokens.size
         if len(self._alive) >= FEWEST and few:
+            numbers = self.column("number").copy()
             self.fill(self.stored())
+            self._columns["number"].values[:] = numbers
 
     def fill(self, answers: StepBatch) -> None:
         """Replace all rows by those of a batch, oldest first; in RAM, the tokens are not copied."""

@@ -5,7 +5,7 @@ import numpy as np
 from exgrpo.train.common.functions import needs
 from exgrpo.train.common.step_batch import Doubles, Floats, StepBatch
 from exgrpo.train.common.success import is_success
-from exgrpo.train.config.objective import MethodOptions
+from exgrpo.train.config.objective import BOUNDS, MethodOptions
 from exgrpo.train.replay.contract import PRESENT, Weighed
 
 MOST = 20.0
@@ -89,6 +89,12 @@ def decoupled(batch: StepBatch, options: MethodOptions) -> Weighed:
     Correction and trust region apart: POPO, arXiv 2606.01281, by its authors' description; decoupled PPO.
     """
     return Weighed(batch.log_prob, np.exp(np.minimum(_log_ratio(batch), MOST)).astype(np.float32))
+
+
+@needs(term="clipped", present="values")
+def truncated(batch: StepBatch, options: MethodOptions) -> Weighed:
+    """As `decoupled`, with pi_old / pi_past at most 2: truncated importance sampling (SU-01, arXiv 2605.13301)."""
+    return Weighed(batch.log_prob, np.exp(np.minimum(_log_ratio(batch), np.log(BOUNDS["tis"][1]))).astype(np.float32))
 
 
 @needs(term="ratio")

@@ -21,7 +21,7 @@ from exgrpo.train.common.success import is_success
 from exgrpo.train.config.objective import MethodOptions
 from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, rules
-from exgrpo.train.replay.groups import group_advantages
+from exgrpo.train.replay.groups import drift_and_headroom, group_advantages
 from exgrpo.train.rollout.stops import text_of
 from exgrpo.train.run.traces import Questions, Trace, read_traces
 
@@ -199,6 +199,8 @@ def start_experience(run: Beginning, encoding: Encoding) -> Started | None:
     _score(run, answers, started)
     counts = _success_counts(answers, options)
     _fill_advantages(answers, counts, options)
+    # Whatever the file says: no policy of this run has scored them later.
+    answers.fill(**drift_and_headroom(answers, answers.old_log_prob, answers.advantage))
     run.replay.memory.fill(answers, counts)
     started.stored, started.questions = len(answers), len(counts)
     return started

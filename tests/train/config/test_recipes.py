@@ -92,6 +92,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "paper/qwen2.5_7b_instruct.yaml": {"steps": 500, "policy.path": "Qwen/Qwen2.5-7B-Instruct", **PLAIN},
     "paper/llama3.1_8b.yaml": WEAK,
     "paper/llama3.1_8b_instruct.yaml": {"steps": 500, "policy.path": "meta-llama/Llama-3.1-8B-Instruct", **PLAIN},
+    "paper/reference_script.yaml": {
+        "experience.count_replayed": True,
+        "optimizer.grad_clip": 1 / 64,
+        "objective.entropy_coef": 5e-5,
+    },
     "paper/luffy_7b.yaml": {"steps": 500, "policy.path": "models/LUFFY-Qwen-Math-7B-Zero", **PLAIN},
     "ablations/on_policy.yaml": ON_POLICY,
     "ablations/no_question_selection.yaml": {"experience.prioritise": "random"},

@@ -221,6 +221,8 @@ def test_templates(tmp_path):
     assert prompt_of(tmp_path, prompt_format=boxed) == f"<user>{question}\nIn \\boxed{{}}.\n<assistant>"
     opened = prompt_of(tmp_path, answer_prefix="<think>\n")
     assert opened == f"<user>{question}\n<assistant><think>\n"
+    opens = make_tokenizer(CHAT_TEMPLATE + "{{ '<think>\n' }}")  # as of LUFFY's and of DeepSeek-R1's distilled models
+    assert prompt_of(tmp_path, opens, answer_prefix="<think>\n") == opened
     plain = prompt_of(tmp_path, BASE_TOKENIZER, chat=False, prompt_format="Q: {question}\nA:")
     assert plain == f"<s>Q: {question}\nA:"  # the tokenizer's own special tokens
     both = make_tokenizer(None)

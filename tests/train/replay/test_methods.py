@@ -90,7 +90,8 @@ def test_a_restored_trainer_goes_on_to_the_bit(compose, minibatches):
     for step in (3, 4, 5):
         expected, again = trainer.step(step), other.step(step)
         assert same(untimed(expected), untimed(again))
-        for name in (*columns_of("row", "token"), "question", "group", "trained"):
+        # The buffer numbers its answers anew.
+        for name in (*(columns_of("row", "token").keys() - {"number"}), "question", "group", "trained"):
             ours, theirs = (getattr(one.batch, name, None) for one in (expected, again))
             if name == "allowed_tokens":
                 assert lists(ours) == lists(theirs) == (sets(expected.batch.token) if cut else None)

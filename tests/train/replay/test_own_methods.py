@@ -148,10 +148,10 @@ def test_a_term_of_ones_own_advantage_may_have_any_sign(own):
         ("admit", 'distinct="respnse"', "@needs: distinct is one of None, 'response', 'key', and not 'respnse'"),
         ("admit", "scroes=True", "@needs: unknown name 'scroes'; did you mean 'scores'? (own.py, line"),
         ("admit", 'scores="yes"', "@needs: scores is one of False, True, and not 'yes' (own.py, line"),
-        ("admit", "xyz=True", "@needs: unknown name 'xyz'; there are distinct, scores, settle, "),
+        ("admit", "xyz=True", "@needs: unknown name 'xyz'; there are distinct, scores, drift, settle, "),
         ("compose", 'settle="settle"', "@needs: settle is a function, and not 'settle' (own.py, line"),
         ("settle", "alone=True", "settle: @needs(alone=...) has no meaning for this kind of function: there are"),
-        ("prioritise", "scores=True", "@needs(scores=...) has no meaning for this kind of function: there is nothing"),
+        ("prioritise", "scores=True", "@needs(scores=...) has no meaning for this kind of function: there are drift"),
     ],
 )
 def test_a_function_that_needs_what_there_is_not_is_refused_before_the_run(own, kind, need, message):

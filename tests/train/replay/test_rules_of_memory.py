@@ -19,7 +19,7 @@ from tests.train.batches import Row, make_batch, stored_rows
 
 K = QUESTIONS = 4
 COLUMNS = ("question", "step", "reward", "length", "key", "advantage", "accuracy", "replays")
-NUMBERS = itertools.count()
+NUMBERS = itertools.count(0, -1)
 """The log-probs of each answer, by which equal responses can be told apart."""
 
 
@@ -65,12 +65,13 @@ class Model:
             "nothing": [],
             "successes": right,
             "solutions": right,
+            "rare": right if len(right) == 1 else [],
             "with_advantage": fresh if len({row.reward for row in rows}) > 1 else [],
             "in_band": fresh if low <= len(right) / len(fresh) <= high else [],
         }[self.options["admit"]]
 
     def same(self, old: dict, question: int, new: Row) -> bool:
-        if old["question"] != question or self.options["admit"] not in ("successes", "solutions"):
+        if old["question"] != question or self.options["admit"] not in ("successes", "solutions", "rare"):
             return False
         by_key = self.options["admit"] == "solutions" and new.key != 0 and old["key"] == new.key
         return by_key or old["response"] == new.response
@@ -115,6 +116,10 @@ class Model:
                 if right == shown:
                     self.retired.add(question)
             self.rows = [row for row in self.rows if row["question"] not in self.retired]
+        if "above_band" in self.options["expire"]:
+            most = K * self.options.get("band", (0.25, 0.75))[1]
+            latest = {question: min(max(asked[-1][1], 1), K - 1) for question, asked in self.asked.items()}
+            self.rows = [row for row in self.rows if latest[row["question"]] <= most]
         if age := self.options.get("max_age"):
             self.rows = [row for row in self.rows if step + 1 - row["step"] <= age]
         if uses := self.options.get("max_uses"):
@@ -168,8 +173,8 @@ STEP = st.lists(
 )
 OPTIONS = st.fixed_dictionaries(
     {
-        "admit": st.sampled_from(["all", "in_band", "nothing", "solutions", "successes", "with_advantage"]),
-        "expire": st.sampled_from([(), ("retirement",)]),
+        "admit": st.sampled_from(["all", "in_band", "nothing", "rare", "solutions", "successes", "with_advantage"]),
+        "expire": st.sampled_from([(), ("retirement",), ("above_band",), ("retirement", "above_band")]),
         "count_replayed": st.booleans(),
     },
     optional={

@@ -139,6 +139,7 @@ def paper_terms(name: str, one: Answer, theta: torch.Tensor, mask: np.ndarray | 
         "as_fresh": lambda: clipped(r, a),
         "uncorrected": lambda: r / (r + BETA) * a,
         "decoupled": lambda: (present - past).exp() * clipped(r, a),
+        "truncated": lambda: (present - past).exp().clamp(max=2) * clipped(r, a),
         "likelihood": lambda: OPTIONS.objective.coefficient * theta if one.reward >= 1 else 0 * theta,
         "jensen_shannon": lambda: -OPTIONS.objective.coefficient * divergence(theta - past),
         "second_moment": lambda: torch.from_numpy(mask) * w * a,
@@ -229,6 +230,7 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
             "as_fresh": now,
             "uncorrected": now,
             "decoupled": before,
+            "truncated": before,
             "likelihood": itself,
             "jensen_shannon": itself,
         }.get(name, writer)
