@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from benchmarks import test_experience as experience
-from benchmarks.memory import status
 from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
@@ -61,8 +60,9 @@ class Sizes(NamedTuple):
 
 def resident(kind: str) -> int:
     """Return the bytes of resident memory of a kind: RssAnon, or RssFile for mapped files."""
-    gc.collect()
-    return status(kind)
+    gc.collect()  # benchmarks.memory reads it, too, but imports torch, which would be measured
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
