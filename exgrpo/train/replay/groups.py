@@ -109,10 +109,10 @@ class Evidence(NamedTuple):
 def count_successes(batch: StepBatch, success: float, *, count_replayed: bool = False) -> Evidence:
     """Count the successes of each group.
 
-    Replayed rows are no evidence of the current policy, so only fresh ones without a prefix count, and with
-    `count_replayed` those, too. A row without tokens is never a success.
+    Replayed rows are no evidence of the current policy, so only fresh ones count unless `count_replayed`. A row
+    without tokens is never a success.
     """
-    counts = batch.unaided | (batch.replayed & count_replayed)
+    counts = batch.fresh | count_replayed
     right = counts & (batch.length > 0) & is_success(batch.reward, success)
     successes, rows = (np.bincount(batch.group[of], minlength=batch.groups) for of in (right, counts))
     return Evidence(successes, rows, batch.reward[counts])
