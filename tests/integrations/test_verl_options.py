@@ -12,7 +12,7 @@ from tests.integrations.verl_runs import of_verl
 
 BEGIN_WITH_FILES = ("luffy", "rlep")
 """Recipes that wait for answers of `experience.start`."""
-REFUSED = {"recommended", "prefix_rl", "prefix_sampling"}
+REFUSED = {"recommended", "prefix_rl", "prefix_sampling", "su01"}
 
 
 def refusal(given: dict[str, Any], **changes: Any) -> str:
