@@ -178,15 +178,19 @@ def test_a_count_of_zero_comes_last(law):
     assert set(draw(rng, 2, 1, prioritised(law, candidates(count=np.zeros(2)))).tolist()) <= {0, 1}
 
 
-FIRST = {"newest": ("step", lambda n: -n), "oldest": ("step", lambda n: n), "middle": ("count", lambda n: abs(n - 4))}
+FIRST = {
+    "newest": ("step", int, lambda n: -n),
+    "oldest": ("step", int, lambda n: n),
+    "middle": ("count", float, lambda n: abs(n - 4)),
+}
 
 
 @pytest.mark.parametrize("name", FIRST)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=20), st.data())
 def test_the_newest_or_oldest_steps_or_the_prompts_nearest_to_one_half_are_drawn_first(name, values, data):
     wanted, rng = data.draw(st.integers(0, len(values))), np.random.default_rng(data.draw(st.integers(0, 9)))
-    column, order = FIRST[name]
-    drawn = draw(rng, len(values), wanted, prioritised(name, candidates(**{column: np.array(values, float)})))
+    column, kind, order = FIRST[name]
+    drawn = draw(rng, len(values), wanted, prioritised(name, candidates(**{column: np.array(values, kind)})))
     assert sorted(order(values[i]) for i in drawn) == sorted(map(order, values))[:wanted]
 
 
