@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 from exgrpo.commands import BEFORE, COMPLETION, PROGRAMS, SCRIPT
+from tests.programs import python
 
 ALSO = {"experience": [["exgrpo.tools.experience", name] for name in ("show", "export", "import")]}
 """What else tells options of a program, beside the program itself."""
@@ -33,9 +32,7 @@ def options(name):
     """Return the options named in a program's help."""
     wide, found = {**os.environ, "COLUMNS": "400"}, set()
     for words in [[PROGRAMS[name].module], *ALSO.get(name, [])]:
-        command = [sys.executable, "-m", *words, "--help"]
-        told = subprocess.run(command, capture_output=True, text=True, env=wide, check=True)
-        found |= set(OPTION.findall(told.stdout))
+        found |= set(OPTION.findall(python("-m", *words, "--help", env=wide)))
     return sorted(found)
 
 

@@ -1,7 +1,6 @@
 """The program `exgrpo`: one name for all programs."""
 
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from exgrpo.train.config.command_line import _options as keys_of
 from exgrpo.train.config.options import Config
 from exgrpo.train.config.recipe import RecipeArgument
 from tests import completion
+from tests.programs import printed, python, ran
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,8 +48,7 @@ main()
 def test_a_program_gets_the_arguments_behind_its_name(tmp_path):
     """Also one that is found in the folder where the user is."""
     (tmp_path / "a_program_of_a_test.py").write_text("import sys\nprint(__name__, *sys.argv[1:])\nsys.exit(3)\n")
-    command = [sys.executable, "-c", OWN, "own", "--steps=1", "x"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = ran(sys.executable, "-c", OWN, "own", "--steps=1", "x", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (3, "__main__ --steps=1 x\n"), done.stderr
 
 
@@ -69,8 +68,8 @@ def test_a_mistake_is_one_line(monkeypatch, capsys, arguments, message):
 
 
 def test_studies_outside_a_checkout_are_refused_in_one_line(tmp_path):
-    command = [sys.executable, "-E", "-c", "from exgrpo.commands import main; main()", "study", "trial.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    main = "from exgrpo.commands import main; main()"
+    done = ran(sys.executable, "-E", "-c", main, "study", "trial.yaml", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: studies need a checkout of the project")
     assert done.stderr.count("\n") == 1
@@ -83,7 +82,7 @@ def test_bash_completes_programs_and_their_options(monkeypatch, capsys):
 
     def completed(*words):
         ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _exgrpo; echo "${{COMPREPLY[@]}}"'
-        return subprocess.run(["bash", "-c", f"{script}\n{ask}"], check=True, capture_output=True, text=True).stdout
+        return printed("bash", "-c", f"{script}\n{ask}")
 
     assert completed("exgrpo", "ev").split() == ["evaluate"]
     assert completed("exgrpo", "train", "--experience.r").split() == [
@@ -108,14 +107,11 @@ def test_zsh_gets_the_same_script_for_its_way_to_complete(monkeypatch, capsys):
 def test_printing_the_script_imports_nothing_of_the_programs():
     program = "import sys; sys.argv[1:] = ['completion', 'bash']; from exgrpo.commands import main; main(); "
     found = "print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'tyro', 'pydantic', 'numpy')])"
-    done = subprocess.run([sys.executable, "-c", program + found], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n[]\n")
+    assert python("-c", program + found).endswith("\n[]\n")
 
 
 def test_the_help_of_training_has_all_its_options():
-    command = [sys.executable, "-m", "exgrpo.tools.launch", "--processes=2", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    words = set(done.stdout.replace(",", " ").split())
+    words = set(python("-m", "exgrpo.tools.launch", "--processes=2", "--help").replace(",", " ").split())
     of_launch = {f"--{name.replace('_', '-')}" for name in launch.LaunchOptions.model_fields}
     of_recipes = {"data.sources", "evaluation.sets"}
     of_training = {f"--{key}" for model in (Config, RecipeArgument) for key in keys_of(model) if key not in of_recipes}

@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from exgrpo.extras import needs
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = (
@@ -27,21 +27,20 @@ runpy.run_path(program, run_name="__main__") if program.endswith(".py") else run
 """
 
 
-def with_torch_alone(*arguments, hidden=HIDDEN, **environment):
+def with_torch_alone(*arguments, hidden=HIDDEN, status=0, **environment):
     """Runs a module or a file as a program that does not find what is hidden: all but torch and what torch needs."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PYTHONPATH": path, **environment}
-    command = [sys.executable, "-W", "ignore", "-c", ALONE, hidden, *map(str, arguments)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+    done = ran(sys.executable, "-W", "ignore", "-c", ALONE, hidden, *arguments, env=variables, timeout=240)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 @pytest.mark.long
 def test_the_kernels_and_their_program_need_torch_alone():
-    done = with_torch_alone("exgrpo.kernels")
-    assert done.returncode == 0, done.stderr
+    with_torch_alone("exgrpo.kernels")
     sizes = ("--tokens", "16", "--hidden", "4", "--vocabulary", "8", "--device", "cpu")
     done = with_torch_alone(ROOT / "examples" / "head_memory.py", *sizes)
-    assert done.returncode == 0, done.stderr
     assert "full logits / fused" in done.stdout
 
 
@@ -49,15 +48,13 @@ def test_the_kernels_and_their_program_need_torch_alone():
 def test_tritons_interpreter_without_numpy_is_not_available():
     pytest.importorskip("triton", reason="triton is not installed")
     done = with_torch_alone("exgrpo.kernels", hidden="numpy", TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
     assert "Triton's interpreter (TRITON_INTERPRET) needs numpy, which is not installed" in done.stdout
 
 
 @pytest.mark.parametrize("program", ["doctor", "evaluate", "launch", "main.py"])
 def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
     package = ROOT / "exgrpo" / "train"
-    done = with_torch_alone(package / program if program.endswith(".py") else f"exgrpo.tools.{program}")
-    assert done.returncode == 2
+    done = with_torch_alone(package / program if program.endswith(".py") else f"exgrpo.tools.{program}", status=2)
     assert not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: this needs packages beside torch (No module named ")
@@ -66,8 +63,7 @@ def test_programs_of_the_trainer_name_the_extra_in_one_line(program):
 
 @pytest.mark.parametrize(("module", "requirements"), [("transformers", "transformers"), ("trl", "'exgrpo[trl]'")])
 def test_integrations_name_what_they_need(module, requirements):
-    done = with_torch_alone(f"exgrpo.integrations.{module}")
-    assert done.returncode == 2
+    done = with_torch_alone(f"exgrpo.integrations.{module}", status=2)
     assert done.stderr.splitlines()[-1].endswith(f"): pip install {requirements}")
 
 
@@ -90,7 +86,6 @@ def test_every_module_of_the_trainer_names_the_extra_that_it_lacks(tmp_path):
     (tmp_path / "names").write_text("\n".join(modules))
     (tmp_path / "every.py").write_text(EVERY)
     done = with_torch_alone(tmp_path / "every.py", tmp_path / "names")
-    assert done.returncode == 0, done.stderr
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith("exgrpo."))
     assert set(modules) == set(said)
     lacking = {name: told for name, told in said.items() if told != "imported"}

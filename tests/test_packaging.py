@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 import exgrpo
+from tests.programs import printed, ran
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
 
@@ -68,8 +68,7 @@ def archive(tmp_path_factory):
         shutil.copy(ROOT / name, sources)
     for name in ("csrc", "exgrpo"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build.json"))
-    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", made]
-    subprocess.run(command, cwd=sources, env={**os.environ, **PURE}, check=True, capture_output=True)
+    printed(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", made, cwd=sources, env={**os.environ, **PURE})
     (file,) = made.iterdir()
     return file
 
@@ -77,9 +76,7 @@ def archive(tmp_path_factory):
 def built(archive, folder, **variables):
     """The wheel that pip builds from the source archive."""
     pip = [*PIP, "wheel", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
-    command = [*pip, "--wheel-dir", folder, archive]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(*pip, "--wheel-dir", folder, archive, env={**os.environ, **variables})
     (file,) = folder.iterdir()
     return file
 
@@ -102,8 +99,7 @@ def environment(folder, *requirements):
     """The Python of a new environment, which has only what pip installs there from the index."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    pip = [*PIP, "--python", python, "install", "--quiet"]
-    done = subprocess.run([*pip, *requirements], capture_output=True, text=True)
+    done = ran(*PIP, "--python", python, "install", "--quiet", *requirements)
     if done.returncode:
         assert "ResolutionImpossible" not in done.stderr
         pytest.skip(f"pip cannot install {requirements[-1]}: {done.stderr.strip().splitlines()[-1]}")
@@ -127,8 +123,7 @@ def installed(wheel, folder):
     """A Python with the wheel. It finds other packages where this one does, but no project that is installed there."""
     venv.create(folder, symlinks=True)
     program = folder / "bin" / "python"
-    pip = [*PIP, "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel]
-    subprocess.run(pip, check=True, capture_output=True)
+    printed(*PIP, "--python", program, "install", "--quiet", "--no-index", "--no-deps", wheel)
     (site,) = folder.glob("lib/python*/site-packages")
     # A path in a .pth file is searched, and the .pth files in it (an editable exgrpo has one) are not read.
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
@@ -136,11 +131,10 @@ def installed(wheel, folder):
 
 
 def started(python, folder, *arguments, **variables):
-    """Runs the installed package in an empty folder."""
+    """What the installed package prints in an empty folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "EXGRPO"))}
     folder.mkdir()
-    command = [python, *arguments]
-    return subprocess.run(command, cwd=folder, env=clean | variables, capture_output=True, text=True, timeout=600)
+    return printed(python, *arguments, cwd=folder, env=clean | variables, timeout=600)
 
 
 def test_the_source_archive_has_what_a_build_needs(archive):
@@ -173,9 +167,7 @@ def test_the_metadata_says_what_it_needs(wheel):
 
 @pytest.mark.long
 def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
-    done = started(python, tmp_path / "empty", "-W", "ignore", "-c", PROGRAM)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(started(python, tmp_path / "empty", "-W", "ignore", "-c", PROGRAM))
     assert Path(found["file"]).is_relative_to(python.parents[1])
     assert found["version"] == found["metadata"] == exgrpo.__version__
     assert found["typed"]
@@ -189,11 +181,11 @@ def test_the_installed_package_computes_and_has_its_recipes(python, tmp_path):
 
 @pytest.mark.long
 def test_the_installed_program_is_there_and_says_what_was_left_out(python, tmp_path):
-    done = started(python.with_name("exgrpo"), tmp_path / "one", "--version")
-    assert done.stdout == f"{exgrpo.__version__}\n", done.stderr
-    done = started(python.with_name("exgrpo"), tmp_path / "two", "kernels")
-    assert done.stdout.startswith(f"exgrpo {exgrpo.__version__} in {python.parents[1]}"), done.stderr
-    assert "EXGRPO_BUILD=skip was set" in done.stdout
+    program = python.with_name("exgrpo")
+    assert started(program, tmp_path / "one", "--version") == f"{exgrpo.__version__}\n"
+    said = started(program, tmp_path / "two", "kernels")
+    assert said.startswith(f"exgrpo {exgrpo.__version__} in {python.parents[1]}")
+    assert "EXGRPO_BUILD=skip was set" in said
 
 
 @pytest.mark.long
@@ -201,12 +193,9 @@ def test_the_index_takes_the_archive_and_the_compiled_wheel(archive, compiled, t
     """With the description, the tags of the system, and libraries that every system of these tags has."""
     tools = environment(tmp_path / "tools", *TOOLS).parent
     here = {**os.environ, "PATH": os.pathsep.join([str(tools), os.environ["PATH"]])}
-    check = [tools / "twine", "check", "--strict", archive, compiled]
-    checked = subprocess.run(check, env=here, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout
-    repair = [tools / "auditwheel", "repair", "--exclude", "libtorch_cpu.so", f"--wheel-dir={tmp_path}/dist", compiled]
-    repaired = subprocess.run(repair, env=here, capture_output=True, text=True)
-    assert repaired.returncode == 0, repaired.stderr
+    printed(tools / "twine", "check", "--strict", archive, compiled, env=here)
+    repair = ("repair", "--exclude", "libtorch_cpu.so", f"--wheel-dir={tmp_path}/dist")
+    printed(tools / "auditwheel", *repair, compiled, env=here)
     (file,) = (tmp_path / "dist").iterdir()
     assert re.fullmatch(rf"exgrpo-{exgrpo.__version__}-cp311-abi3-manylinux_\w+\.whl", file.name)
     assert file.stat().st_size < 3e6
@@ -222,36 +211,31 @@ def test_the_library_for_gpus_needs_no_cuda_of_the_machine(compiled, tmp_path):
     triton = pytest.importorskip("triton", reason="triton is not installed; it brings the disassembler")
     with zipfile.ZipFile(compiled) as opened:
         file = opened.extract(CUDA, tmp_path)
-
-    def output(*command):
-        return subprocess.run([*command, file], check=True, capture_output=True, text=True).stdout
-
-    needed = re.findall(r"\(NEEDED\).*\[(\w+)", output("readelf", "--dynamic"))
+    needed = re.findall(r"\(NEEDED\).*\[(\w+)", printed("readelf", "--dynamic", file))
     assert needed
     assert set(needed) <= {"ld", "libc", "libdl", "libgcc_s", "libm", "libpthread", "librt", "libstdc"}
-    exported = output("nm", "--dynamic", "--defined-only")
+    exported = printed("nm", "--dynamic", "--defined-only", file)
     assert "exgrpo_product" in exported
     assert " cu" not in exported  # or calls would go to another CUDA in the process
-    assert set(re.findall(r"sm_\w+", output(triton.knobs.nvidia.cuobjdump.path, "--list-elf"))) == {"sm_90a"}
-    assert "compute_" not in output(triton.knobs.nvidia.cuobjdump.path, "--list-ptx")
+    assert set(re.findall(r"sm_\w+", printed(triton.knobs.nvidia.cuobjdump.path, "--list-elf", file))) == {"sm_90a"}
+    assert "compute_" not in printed(triton.knobs.nvidia.cuobjdump.path, "--list-ptx", file)
     assert Path(file).stat().st_size < 1e6
 
 
 @pytest.mark.long
 def test_one_compiled_wheel_serves_every_python_and_needs_no_compiler(compiled, tmp_path):
     python = installed(compiled, tmp_path / "environment")
-    done = started(python.with_name("exgrpo"), tmp_path / "empty", "kernels", PATH=str(python.parent))
-    assert done.returncode == 0, done.stderr
-    assert "\ncpu   cpu     right\n" in done.stdout
+    said = started(python.with_name("exgrpo"), tmp_path / "empty", "kernels", PATH=str(python.parent))
+    assert "\ncpu   cpu     right\n" in said
     library = (
         r"_cuda.so, sm_90a by CUDA [\d.]+, for drivers of CUDA \d+ or newer" if CUDA in COMPILED else "_cuda.so was not"
     )
-    assert re.search(f"\nCUDA library: {library}", done.stdout)
+    assert re.search(f"\nCUDA library: {library}", said)
     first, last = map(int, re.fullmatch(r">=3\.(\d+),<3\.(\d+)", PROJECT["requires-python"]).groups())
     for minor in range(first, last):
         pip = [*PIP, "install", "--dry-run", "--no-index", "--no-deps", "--target", tmp_path / "of"]
         version = ("--only-binary=:all:", "--implementation=cp", f"--python-version=3.{minor}")
-        subprocess.run([*pip, *version, compiled], check=True, capture_output=True)
+        printed(*pip, *version, compiled)
 
 
 @pytest.mark.long
@@ -260,15 +244,13 @@ def test_a_new_user_trains_by_the_wheel_without_a_compiler_make_and_the_reposito
     """All packages are installed anew; no other program is found than those of the environment."""
     alone = {"PATH": str(user.parent)}
     few = ("--steps=2", "--questions=8", "--data.test_limit=16")
-    done = started(user.with_name("exgrpo"), tmp_path / "first", "train", "--first", *few, **alone)
-    assert done.returncode == 0, done.stderr
-    assert re.search("│ without replay │ .*│ with replay ", done.stdout, re.DOTALL)
+    said = started(user.with_name("exgrpo"), tmp_path / "first", "train", "--first", *few, **alone)
+    assert re.search("│ without replay │ .*│ with replay ", said, re.DOTALL)
     assert (tmp_path / "first" / "runs" / "first.html").exists()
-    done = started(user.with_name("exgrpo"), tmp_path / "own", "train", *few, "--output.name=mine", **alone)
-    assert done.returncode == 0, done.stderr
+    started(user.with_name("exgrpo"), tmp_path / "own", "train", *few, "--output.name=mine", **alone)
     assert (tmp_path / "own" / "runs" / "mine" / "report.html").exists()
     program = "from exgrpo.kernels.extension import MISSING; print(MISSING)"
-    assert started(user, tmp_path / "compiled", "-c", program, **alone).stdout == "\n"
+    assert started(user, tmp_path / "compiled", "-c", program, **alone) == "\n"
 
 
 def test_all_has_every_group_that_is_not_for_developers():

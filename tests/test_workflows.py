@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.util import find_spec
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -22,8 +23,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def started(program):
     """Its output with the shellcheck of this environment, which it uses for what the steps run."""
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
-    command = [ACTIONLINT, *map(str, program)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    return ran(ACTIONLINT, *program, cwd=ROOT, env={**os.environ, "PATH": path})
 
 
 @pytest.mark.skipif(not ACTIONLINT.exists(), reason="actionlint is not installed: exgrpo[test]")

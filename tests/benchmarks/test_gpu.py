@@ -1,9 +1,7 @@
 """The program for a GPU, on a CPU: parts run in their order, go on after a stop, and one that fails stops no other."""
 
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,16 @@ from benchmarks import gpu, predict, record
 from benchmarks.gpu import PARTS, Part
 from benchmarks.programs import ROOT
 from benchmarks.render import markdown
+from tests.programs import ran
+from tests.train.run.test_ending import gone
 
 # Within a test that pytest-xdist runs, pytest-benchmark would take the program for one of its workers.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def started(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", *arguments],
-        cwd=ROOT,
-        env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
+    without = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
+    return ran(sys.executable, "-m", "benchmarks.gpu", *arguments, cwd=ROOT, env=without, timeout=1800)
 
 
 def python(name, code, **fields):
@@ -129,11 +122,7 @@ def test_a_part_ends_at_its_limit(heeds, monkeypatch, tmp_path):
 def test_what_a_part_has_started_ends_with_it(tmp_path):
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     assert gpu.run([sys.executable, "-c", f"{child}; print(p.pid)"], {}, 30.0, tmp_path / "log") == 0
-    pid = (tmp_path / "log").read_text().strip()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.05)
+    assert gone(int((tmp_path / "log").read_text()))
 
 
 @pytest.mark.parametrize("size", predict.SIZES, ids=str)

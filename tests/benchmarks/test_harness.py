@@ -8,23 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import heads
 from benchmarks.conftest import shape_of
-from benchmarks.heads import (
-    CROSS_ENTROPY,
-    FORWARD,
-    LOG_PROB,
-    OPERATIONS,
-    POLICY_LOSS,
-    WITH_ENTROPY,
-    Case,
-    Floor,
-    FullLogits,
-    errors,
-    exact,
-    full_logits,
-    is_wrong,
-    make_problem,
-)
 from benchmarks.inputs import make_inputs
 from benchmarks.measure import ROWS, measure
 from benchmarks.memory import peak_bytes
@@ -43,8 +28,8 @@ SMALL = (48, 64, 600)
 MORE = (torch.bfloat16, 1.0)
 
 
-def case(operation: str, dtype=torch.float32, active=1.0) -> Case:
-    return Case(operation, *SMALL, dtype, active)
+def case(operation: str, dtype=torch.float32, active=1.0) -> heads.Case:
+    return heads.Case(operation, *SMALL, dtype, active)
 
 
 # Rows that torch's compiler makes take seconds, and so does a second dtype: `make test-long` has them.
@@ -57,9 +42,9 @@ CLAIMED = [
         else (),
     )
     for row in ROWS
-    for operation in (row.operations if "compiled" not in row.name else [LOG_PROB])
+    for operation in (row.operations if "compiled" not in row.name else [heads.LOG_PROB])
     for dtype, active in ((torch.float32, 0.5), MORE)
-    if not isinstance(row, Floor)
+    if not isinstance(row, heads.Floor)
 ]
 
 
@@ -68,28 +53,30 @@ def test_every_row_computes_the_operation_and_tokens_that_are_not_active_do_not_
     """Whatever a row makes of the others: what the active ones give is right, and the others have no gradient."""
     if reason := row.missing(CPU):
         pytest.skip(reason)
-    if operation not in (FORWARD, LOG_PROB, CROSS_ENTROPY, WITH_ENTROPY):
+    if operation not in (heads.FORWARD, heads.LOG_PROB, heads.CROSS_ENTROPY, heads.WITH_ENTROPY):
         active = 1.0
     some = case(operation, dtype, active)
-    problem = make_problem(some, CPU)
+    problem = heads.make_problem(some, CPU)
     assert problem.active.sum() == some.active_tokens == round(active * SMALL[0])
     assert torch.equal(problem.target == IGNORED, ~problem.active)
-    truth = exact(some, problem)
-    assert not is_wrong(errors(some, row, problem, truth), errors(some, FullLogits(), problem, truth))
+    truth = heads.exact(some, problem)
+    assert not heads.is_wrong(
+        heads.errors(some, row, problem, truth), heads.errors(some, heads.FullLogits(), problem, truth)
+    )
     if truth.gradients and active < 1:
         assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
 
 
 def test_gradients_of_the_policy_loss_are_those_of_finite_differences():
-    some = Case(POLICY_LOSS, 3, 4, 7, torch.float32)
-    problem = make_problem(some, CPU).part(3, torch.float64)
+    some = heads.Case(heads.POLICY_LOSS, 3, 4, 7, torch.float32)
+    problem = heads.make_problem(some, CPU).part(3, torch.float64)
 
     def loss(hidden, weight):
-        ratio = (full_logits(hidden, weight, problem.target)[0] - problem.old_log_prob).exp()
+        ratio = (heads.full_logits(hidden, weight, problem.target)[0] - problem.old_log_prob).exp()
         clipped = ratio.clamp(0.8, 1.2) * problem.advantage
         return -torch.minimum(ratio * problem.advantage, clipped).mean()
 
-    for place, gradient in enumerate(FullLogits().call(some, problem)().gradients):
+    for place, gradient in enumerate(heads.FullLogits().call(some, problem)().gradients):
         leaves = [x.detach().clone() for x in problem[:2]]
         leaves[place].view(-1)[5] += 1e-6
         above = loss(*leaves)
@@ -98,7 +85,7 @@ def test_gradients_of_the_policy_loss_are_those_of_finite_differences():
         assert gradient.view(-1)[5].item() == pytest.approx((above - loss(*leaves)).item() / 2e-6, rel=1e-5, abs=1e-8)
 
 
-class Broken(FullLogits):
+class Broken(heads.FullLogits):
     """A row that raises an error."""
 
     def __init__(self):
@@ -110,7 +97,7 @@ class Broken(FullLogits):
 
 
 def test_a_row_that_fails_is_left_out_with_its_reason():
-    results = measure(case(POLICY_LOSS), [FullLogits(), Broken()], CPU, Budget(0.0))
+    results = measure(case(heads.POLICY_LOSS), [heads.FullLogits(), Broken()], CPU, Budget(0.0))
     assert results["broken"].failure == "RuntimeError: no such kernel"
     assert not results["broken"].seconds
     assert results["full logits"].seconds
@@ -126,7 +113,7 @@ def test_a_head_of_ones_own_is_measured_by_every_backend():
     rows = chosen(options)
     assert {(one.operation, one.tokens, one.width, one.vocabulary, one.dtype) for _, one, _ in rows} == {
         (operation, *shape)
-        for operation in (FORWARD, POLICY_LOSS)
+        for operation in (heads.FORWARD, heads.POLICY_LOSS)
         for shape in ((16, 8, 60, torch.float16), (4, 8, 60, torch.bfloat16))
     }
     assert {f"{OURS} {name}" for name in BACKENDS} <= {row.name for _, _, row in rows}
@@ -135,7 +122,7 @@ def test_a_head_of_ones_own_is_measured_by_every_backend():
             shape_of(wrong)
 
 
-class HalfTemperature(FullLogits):
+class HalfTemperature(heads.FullLogits):
     """A row with a mistake."""
 
     def __init__(self):
@@ -146,10 +133,10 @@ class HalfTemperature(FullLogits):
         return super().log_prob(2 * hidden, weight, target)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", heads.OPERATIONS)
 def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
     wrong = HalfTemperature()
-    results = measure(case(operation), [Floor(), FullLogits(), wrong], CPU, Budget(0.0))
+    results = measure(case(operation), [heads.Floor(), heads.FullLogits(), wrong], CPU, Budget(0.0))
     assert results[wrong.name].facts["wrong"]
     assert not results["full logits"].facts["wrong"]
     assert max(results[wrong.name].facts.get(key, 0) for key in ("log_prob_error", "gradient_error")) > 0.01
@@ -158,12 +145,12 @@ def test_a_wrong_row_is_shown_as_wrong_with_its_error(operation):
 
 
 @pytest.mark.parametrize("active", [1.0, 0.5])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", heads.OPERATIONS)
 def test_the_floor_is_the_bare_products(operation, active):
     """Counted in FLOPs: 2TDV forward, 6TDV with the backward, T the active tokens."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    call = Floor().call(case(operation, active=active), make_problem(case(operation, active=active), CPU))
+    call = heads.Floor().call(case(operation, active=active), heads.make_problem(case(operation, active=active), CPU))
     with FlopCounterMode(display=False) as counter:
         call()
     tokens, width, vocabulary = SMALL
@@ -172,7 +159,7 @@ def test_the_floor_is_the_bare_products(operation, active):
 
 def test_no_row_can_win_by_leaving_tokens_out():
     """Clipped tokens and zero advantages would: there are (nearly) none."""
-    problem = make_problem(Case("policy_loss", 512, 64, 2000, torch.float32), CPU)
+    problem = heads.make_problem(heads.Case("policy_loss", 512, 64, 2000, torch.float32), CPU)
     assert (problem.advantage.abs() >= 0.5).all()
     clipped = linear_policy_loss(*problem[:5]).clipped
     assert clipped.float().mean() < 0.01
@@ -207,18 +194,18 @@ def test_a_call_without_patience_for_it_is_timed_once(taking):
     assert paired_ratio(seconds["slow"], seconds["fast"]) == 6.0
 
 
-class Compiled(FullLogits):
+class Compiled(heads.FullLogits):
     """A row that refuses to run uncompiled."""
 
     def log_prob(self, hidden, weight, target):
-        return torch.compile(full_logits, backend="eager", fullgraph=True, dynamic=False)(hidden, weight, target)
+        return torch.compile(heads.full_logits, backend="eager", fullgraph=True, dynamic=False)(hidden, weight, target)
 
 
 def test_every_case_may_compile_anew():
     row = Compiled()
     with torch._dynamo.config.patch(recompile_limit=1):
         for tokens in (16, 24, 32):
-            found = measure(Case(FORWARD, tokens, 8, 60, torch.float32), [row], CPU, Budget(0.0))[row.name]
+            found = measure(heads.Case(heads.FORWARD, tokens, 8, 60, torch.float32), [row], CPU, Budget(0.0))[row.name]
             assert not found.failure
             assert len(found.seconds) == 5
 

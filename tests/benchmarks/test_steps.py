@@ -1,8 +1,6 @@
 """Training steps: programs of their own, their memory, and how their rows are compared."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +9,7 @@ from benchmarks.programs import ROOT
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL
 from benchmarks.workloads import TINY
+from tests.programs import python
 
 PEAKS = """
 import json, subprocess, sys
@@ -29,8 +28,7 @@ print(json.dumps(found))
 
 
 def test_the_peak_of_a_program_has_that_of_its_children():
-    done = subprocess.run([sys.executable, "-c", PEAKS], cwd=ROOT, capture_output=True, text=True, check=True)
-    begin, held, beside = json.loads(done.stdout)
+    begin, held, beside = json.loads(python("-c", PEAKS, cwd=ROOT))
     assert begin["children_bytes"] == held["children_bytes"] == 0
     # The imports may have held some memory that is free again; an interpreter without torch takes less than 48 MiB.
     assert held["peak_bytes"] - begin["peak_bytes"] == pytest.approx(512 << 20, abs=64 << 20)

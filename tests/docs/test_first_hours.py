@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.programs import printed
 from tests.train.launch import environment
 
 ROOT = Path(__file__).parents[2]
@@ -60,19 +60,11 @@ def form(text):
 def follow(name, folder, variables):
     """Does what a page says, in a folder, and holds what it prints against the page."""
     page = (ROOT / "docs" / "how_to" / f"{name}.md").read_text()
-    done = subprocess.run(
-        ["bash", "-c", program_of(page.replace(*FEWER))],
-        cwd=folder,
-        env={**variables, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    variables = {**variables, "COLUMNS": "200"}
+    output = printed("bash", "-c", program_of(page.replace(*FEWER)), cwd=folder, env=variables, timeout=1700)
     shown = [line for language, text in FENCED.findall(page) if language == "text" for line in text.splitlines()]
     assert shown
-    output = form(done.stdout)
-    assert not [line for line in shown if form(line) not in output], done.stdout
+    assert not [line for line in shown if form(line) not in form(output)], output
 
 
 @pytest.mark.parametrize(

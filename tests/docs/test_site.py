@@ -3,8 +3,6 @@
 import html
 import importlib.util
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from pydantic import BaseModel
 from exgrpo.train.config.options import Config
 from tests.browser import ask, screen, wait
 from tests.browser import browser as browser
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "site"
@@ -27,9 +26,8 @@ WIDTHS = (390, 1440)
 def site(tmp_path_factory):
     """The folder of the pages, built with warnings as errors: links to pages, headings and files, too."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", folder / ".doctrees", "-c", SITE]
-    done = subprocess.run([*command, ROOT, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "sphinx", "-q", "-W", "--keep-going", "-d", folder / ".doctrees", "-c", SITE)
+    python(*command, ROOT, folder)
     return folder
 
 

@@ -14,6 +14,7 @@ import pytest
 from exgrpo.train.common.functions import load_function
 from exgrpo.train.data.tasks import countdown
 from exgrpo.train.replay import Candidates
+from tests.programs import python
 from tests.train.launch import environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,17 +25,7 @@ SMALL = ("--recipe", "builtin:countdown", *LIMITS, "--preflight=off")
 
 def printed(folder, *command, **also):
     """What a program prints, started in an empty folder."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**environment(), **also},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(*command, cwd=folder, env={**environment(), **also}, timeout=500)
 
 
 def columns(output):

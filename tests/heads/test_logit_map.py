@@ -1,8 +1,5 @@
 """What models do with their logits, against their configurations and known maps."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -11,6 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from exgrpo.heads.logit_map import LogitMap, measure
 from exgrpo.integrations.transformers import patch_lm_head, unpatch_lm_head
 from tests.integrations import tiny
+from tests.programs import python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,11 +18,7 @@ MAPS = {
     "granite": LogitMap(4.0),
     "falcon_h1": LogitMap(2.0),
     "nanochat": LogitMap(1.0, 15.0),
-    "mamba": LogitMap(),
-    "llama": LogitMap(),
-    "mixtral": LogitMap(),
-    "gpt2": LogitMap(),
-    "opt": LogitMap(),
+    **dict.fromkeys(("mamba", "llama", "mixtral", "gpt2", "opt"), LogitMap()),
 }
 
 
@@ -120,4 +114,4 @@ inside.open_head(head)
 assert inside.compute(head, torch.zeros(3, 4), lambda head: torch.nn.functional.linear(*head)).shape == (3, 6)
 assert not any(name.startswith(("exgrpo.train", "exgrpo.integrations.t")) for name in sys.modules)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    python("-W", "ignore", "-c", program)

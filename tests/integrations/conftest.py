@@ -1,4 +1,10 @@
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(20251002)
 
 
 @pytest.fixture(scope="session")

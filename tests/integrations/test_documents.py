@@ -5,8 +5,6 @@ import doctest
 import inspect
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from pydantic import BaseModel
 
 from exgrpo import kernels
 from exgrpo.train.config.options import Config
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -72,9 +71,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     script.write_text(program)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([sys.executable, script], **how)
-    assert done.returncode == 0, f"{page.name}: {done.stdout}\n{done.stderr}"
+    python(script, cwd=tmp_path, env=environment, timeout=300)
 
 
 def unknown(text, folder):

@@ -14,11 +14,6 @@ ROWS, LENGTH, WIDTH, VOCABULARY = 5, 9, 16, 67
 TEMPERATURE = 0.8
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(20251002)
-
-
 def liger():
     for package in ("liger_kernel", "triton"):
         if find_spec(package) is None:
@@ -37,17 +32,11 @@ def batch(dtype=torch.float32, bias=False):
     bias = torch.randn(VOCABULARY, dtype=dtype) if bias else None
     log_prob = linear_log_prob(hidden, weight, target, bias=bias, temperature=TEMPERATURE).log_prob
     reference = hidden + torch.randn_like(hidden) / 8, weight + torch.randn_like(weight) / 8
-    return {
-        "_input": hidden.requires_grad_(),
-        "lin_weight": weight.requires_grad_(),
-        "selected_token_ids": target,
-        "attention_mask": mask,
-        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.0, -1.1]),
-        "bias": None if bias is None else bias.requires_grad_(),
-        "old_per_token_logps": (log_prob + 0.4 * torch.randn(ROWS, LENGTH)).float(),
-        "ref_input": reference[0],
-        "ref_weight": reference[1],
-    }
+    given = {"_input": hidden.requires_grad_(), "lin_weight": weight.requires_grad_(), "selected_token_ids": target}
+    given |= {"attention_mask": mask, "advantages": torch.tensor([1.5, -0.7, 0.3, 0.0, -1.1])}
+    given |= {"bias": None if bias is None else bias.requires_grad_(), "ref_input": reference[0]}
+    old = (log_prob + 0.4 * torch.randn(ROWS, LENGTH)).float()
+    return {**given, "ref_weight": reference[1], "old_per_token_logps": old}
 
 
 def run(module, call):

@@ -18,11 +18,6 @@ from tests.gloo import on_ranks
 TEMPERATURE = 0.7
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(20251002)
-
-
 def import_openrlhf(monkeypatch):
     """Imports OpenRLHF's modules; flash-attn, which it imports and which builds on GPUs only, is stood in for.
 

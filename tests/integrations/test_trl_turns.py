@@ -133,20 +133,10 @@ TEMPLATE = (
     "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PARSED = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": "<eos>", "content": "text"},
-    },
-}
+CALLS = {"open": "<tool_call>", "close_pattern": "</tool_call>", "repeats": True, "content": "json"}
+CALLS |= {"transform": {"type": "function", "function": "{content}"}}
+FIELDS = {"tool_calls": CALLS, "content": {"close_pattern": "<eos>", "content": "text"}}
+PARSED = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "fields": FIELDS}
 """How the tokenizer reads an answer."""
 
 

@@ -28,11 +28,6 @@ if DEVICE.type == "cpu":
     SHAPES = [(tokens // 32, width // 4, vocabulary // 16) for tokens, width, vocabulary in SHAPES]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(20251002)
-
-
 @pytest.fixture
 def verl(monkeypatch):
     """verl's modules without what its packages' __init__ import, ray among it; a function that imports one."""

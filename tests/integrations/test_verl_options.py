@@ -1,7 +1,5 @@
 """Options of replay in verl's trainer: those that follow from a method, and those that are refused."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from exgrpo.integrations.verl_method import METHODS, configure, solution_keys
 from exgrpo.train.common.errors import ConfigError
 from tests.integrations.verl_runs import of_verl
+from tests.programs import python
 
 BEGIN_WITH_FILES = ("luffy", "rlep")
 """Recipes that wait for answers of `experience.start`."""
@@ -103,6 +102,4 @@ def test_keys_of_solutions_come_from_what_rewards_tell() -> None:
 
 def test_it_does_without_the_packages_of_the_own_trainer() -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(['deepspeed', 'accelerate', 'verl'])); "
-    program = [sys.executable, "-c", absent + "import exgrpo.integrations.verl_method"]
-    done = subprocess.run(program, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", absent + "import exgrpo.integrations.verl_method")

@@ -6,7 +6,6 @@ numbers that verl's has written.
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from exgrpo.train.data.questions import Question
 from exgrpo.train.replay import Replay, numbers_of
 from exgrpo.train.run.start_experience import Beginning, Encoding, start_experience
 from tests.integrations.verl_task import write_task
+from tests.programs import printed
 from tests.train.batches import Row, stored_rows
 from tests.train.files import write_rows
 from tests.train.warm import ROOT
@@ -46,18 +46,11 @@ def of_verl(**changes: Any) -> Options:
     def node(values: Any) -> Any:
         return Options({name: node(value) for name, value in values.items()}) if isinstance(values, dict) else values
 
-    config = node(
-        {
-            "actor_rollout_ref": {
-                "actor": {"policy_loss": {"loss_mode": "vanilla"}, "ppo_mini_batch_size": 2, "ppo_epochs": 1},
-                "rollout": {"n": 8, "temperature": 1.0, "top_p": 1, "top_k": -1},
-            },
-            "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
-            "critic": {"enable": None},
-            "data": {"train_batch_size": 4, "max_response_length": 100},
-            "trainer": {"v1": {"sampler": {}}},
-        }
-    )
+    actor = {"policy_loss": {"loss_mode": "vanilla"}, "ppo_mini_batch_size": 2, "ppo_epochs": 1}
+    rollout = {"n": 8, "temperature": 1.0, "top_p": 1, "top_k": -1}
+    values = {"actor_rollout_ref": {"actor": actor, "rollout": rollout}, "critic": {"enable": None}}
+    values |= {"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False}, "trainer": {"v1": {"sampler": {}}}}
+    config = node({**values, "data": {"train_batch_size": 4, "max_response_length": 100}})
     for key, value in changes.items():
         *sections, name = key.split("__")
         target = config
@@ -67,15 +60,9 @@ def of_verl(**changes: Any) -> Options:
     return config
 
 
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # the engines that are registered for it
-    "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl_cpu",
-    "HF_HUB_OFFLINE": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "HYDRA_FULL_ERROR": "1",
-}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "HYDRA_FULL_ERROR": "1"}
+ENVIRONMENT |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl_cpu"}
+ENVIRONMENT["VERL_ENGINE_DEVICE"] = "cuda"  # the engines that are registered for it
 
 
 def train(
@@ -116,8 +103,7 @@ def train(
         *options,
     ]
     environment = {**os.environ, **ENVIRONMENT, "EXGRPO_TRACE": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    printed(*command, cwd=folder, env=environment, timeout=1200)
     told = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
     for step, of_step in told.items():
         if (path := folder / f"{step}.npz").exists():

@@ -1,5 +1,6 @@
 """A task for verl's command: a model of a few weights, sums as questions, and a reward."""
 
+from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,17 +34,11 @@ def write_task(folder: Path, reward: str, copies: int = 1) -> Path:
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(vocab_size=32, num_key_value_heads=2, max_position_embeddings=256, **shape, **ids)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    rows = [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
-            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"index": copy},
-        }
-        for copy in range(copies)
-        for a in range(4)
-        for b in range(2)
-    ]
+    rows = []
+    for copy, a, b in product(range(copies), range(4), range(2)):
+        asked = {"data_source": "sums", "prompt": [{"role": "user", "content": f"{a}+{b}="}]}
+        solved = {"style": "rule", "ground_truth": str(a + b)}
+        rows.append({**asked, "reward_model": solved, "extra_info": {"index": copy}})
     pq.write_table(pa.Table.from_pylist(rows), folder / "questions.parquet")
     (folder / "reward.py").write_text(REWARD.format(reward=reward))
     return folder

@@ -4,13 +4,14 @@ Not to be imported where TRITON_INTERPRET is set: such a process can only interp
 """
 
 import re
-import subprocess
 from tempfile import NamedTemporaryFile
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from tests.programs import printed
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
 SHARED_LIMIT = 227 << 10  # bytes a program may have
@@ -35,8 +36,7 @@ def stack(cubin):
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        usage = printed(triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
     return sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 

@@ -15,6 +15,7 @@ import torch
 from exgrpo.kernels import dispatch, extension
 from exgrpo.kernels.cuda_chunks import cuda_fused
 from exgrpo.kernels.cuda_chunks.cuda_fused import ProductArguments
+from tests.programs import ran
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
@@ -58,6 +59,6 @@ def emulate_backend(monkeypatch):
 
 def run(command):
     """Output of a command that must succeed."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    done = ran(*command)
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr

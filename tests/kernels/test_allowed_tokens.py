@@ -9,19 +9,9 @@ from hypothesis import strategies as st
 
 from exgrpo.kernels import dispatch, reference
 
-from .support import (
-    INTERPRETING,
-    Case,
-    both_functions,
-    compare,
-    draw,
-    fewer_interpreted,
-    make_case,
-    make_tokens,
-    relative_error,
-)
+from . import support
 
-TOKENS = 18 if INTERPRETING else 60
+TOKENS = 18 if support.INTERPRETING else 60
 OPTIONS = [
     {},
     {"temperature": 0.6, "bias": True},
@@ -44,13 +34,13 @@ def both_kinds(request, monkeypatch):
         monkeypatch.setattr(dispatch.load(request.getfixturevalue("backend")), "ALLOWED_PART", 16)
 
 
-def check(case: Case, backend: str, factor=2.0, entropy_coef=0.1):
-    call = partial(both_functions, tokens=make_tokens(case), clip=None, entropy_coef=entropy_coef)
-    compare(call, case, backend, factor=factor)
+def check(case: support.Case, backend: str, factor=2.0, entropy_coef=0.1):
+    call = partial(support.both_functions, tokens=support.make_tokens(case), clip=None, entropy_coef=entropy_coef)
+    support.compare(call, case, backend, factor=factor)
 
 
-def allowed_case(sizes, dtype, device, tokens=TOKENS, width=40, vocabulary=211, **options) -> Case:
-    return make_case(tokens, width, vocabulary, dtype, device, allowed_tokens=sizes, **options)
+def allowed_case(sizes, dtype, device, tokens=TOKENS, width=40, vocabulary=211, **options) -> support.Case:
+    return support.make_case(tokens, width, vocabulary, dtype, device, allowed_tokens=sizes, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
@@ -67,7 +57,7 @@ def test_sizes(sizes, entropy_coef, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype, backend, device):
-    case = allowed_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(240), width=507, bias=True)
+    case = allowed_case(SIZES["every kind"], dtype, device, tokens=support.fewer_interpreted(240), width=507, bias=True)
     check(case, backend, factor=1.0)
 
 
@@ -83,9 +73,7 @@ def test_the_reference_is_a_softmax_over_the_set(device):
     assert found.log_prob[2] == found.entropy[2] == 0
 
 
-@settings(
-    max_examples=fewer_interpreted(24), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=support.fewer_interpreted(24), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_sets(data, backend, device):
     vocabulary = data.draw(st.integers(1, 40), "vocabulary")
@@ -97,7 +85,7 @@ def test_any_sets(data, backend, device):
         with torch.no_grad():
             case.hidden.copy_(case.hidden[:1].expand(tokens, -1))
         case.target.fill_(int(case.target[-1]))
-        case.options["allowed_tokens"] = draw(case, [sizes[0]])
+        case.options["allowed_tokens"] = support.draw(case, [sizes[0]])
     check(case, backend)
 
 
@@ -129,23 +117,23 @@ def test_what_is_broken_shows(backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_on_every_run(dtype, backend, device):
-    case = allowed_case(SIZES["every kind"], dtype, device, tokens=fewer_interpreted(120), bias=True)
+    case = allowed_case(SIZES["every kind"], dtype, device, tokens=support.fewer_interpreted(120), bias=True)
     case.hidden.data.copy_(case.hidden.data[:7].repeat(100, 1)[: len(case.hidden)])
-    tokens = make_tokens(case)
-    first, *others = (both_functions(case, backend, tokens) for _ in range(2 if INTERPRETING else 3))
+    tokens = support.make_tokens(case)
+    first, *others = (support.both_functions(case, backend, tokens) for _ in range(2 if support.INTERPRETING else 3))
     assert all(all(map(torch.equal, *pair)) for again in others for pair in zip(first, again, strict=True))
 
 
 def test_many_chunks(backend, device, set_chunk):
     """What one chunk gives, up to the order of sums; and in little memory."""
     case = allowed_case(SIZES["every kind"], torch.float64, device, bias=True, temperature=0.7)
-    tokens = make_tokens(case)
-    whole = both_functions(case, backend, tokens)
+    tokens = support.make_tokens(case)
+    whole = support.both_functions(case, backend, tokens)
     case.options["memory"] = 1 << 19
-    torch.testing.assert_close(both_functions(case, backend, tokens), whole)
+    torch.testing.assert_close(support.both_functions(case, backend, tokens), whole)
     del case.options["memory"]
     set_chunk(2000)
-    torch.testing.assert_close(both_functions(case, backend, tokens), whole)
+    torch.testing.assert_close(support.both_functions(case, backend, tokens), whole)
 
 
 def test_left_out_tokens_may_lack_their_targets(backend, device):
@@ -156,7 +144,7 @@ def test_left_out_tokens_may_lack_their_targets(backend, device):
     lacking = (~mask).nonzero().squeeze(1)
     ids.view(-1, 3)[lacking] = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     target[lacking] = 5
-    old, advantage, replayed = make_tokens(allowed_case((0,), torch.float64, device))
+    old, advantage, replayed = support.make_tokens(allowed_case((0,), torch.float64, device))
     more = {"replayed": replayed, "mask": mask}
     ours = case.policy_loss(old, advantage, backend=backend, **more)
     exact = case.policy_loss(old, advantage, function=reference.linear_policy_loss, **more)
@@ -165,9 +153,9 @@ def test_left_out_tokens_may_lack_their_targets(backend, device):
 
 def test_autocast(backend, device):
     """Weights are rounded, and sums over the pairs of a word are not, however many they are."""
-    case = allowed_case((0,), torch.float32, device, tokens=fewer_interpreted(300), width=8, ignored=False)
+    case = allowed_case((0,), torch.float32, device, tokens=support.fewer_interpreted(300), width=8, ignored=False)
     case.target.fill_(5)
-    case.options["allowed_tokens"] = draw(case, (2,))
+    case.options["allowed_tokens"] = support.draw(case, (2,))
     case.weight.data.copy_(case.weight.data.bfloat16())  # Triton's interpreter does not round to the nearest
     with torch.autocast(device.type, torch.bfloat16):
         ours = case.log_prob(backend=backend)
@@ -176,7 +164,7 @@ def test_autocast(backend, device):
     exact = rounded.log_prob(reference.linear_log_prob)
     torch.testing.assert_close(ours.log_prob.double(), exact.log_prob, rtol=1e-4, atol=1e-4)
     for mine, true in zip(gradients, rounded.gradients(exact.log_prob.sum()), strict=True):
-        assert relative_error(mine, true) < 1e-5
+        assert support.relative_error(mine, true) < 1e-5
 
 
 def wrong(allowed_tokens, target):

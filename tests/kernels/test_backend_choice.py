@@ -1,8 +1,6 @@
 """Which backend is taken: by argument, environment and size, on made-up machines."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import exgrpo
 from exgrpo.kernels import backend_choice, dispatch, extension, linear_log_prob, linear_policy_loss, self_test
 from exgrpo.kernels.__main__ import main
 from exgrpo.kernels.dispatch import automatic, requested
+from tests.programs import python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LARGE = backend_choice.LARGE + 1
@@ -124,10 +123,9 @@ def test_a_choice_is_printed_once(monkeypatch, capfd):
 
 def test_a_line_for_each_backend():
     """python -m exgrpo.kernels: each is right, or says why it is not there."""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "exgrpo.kernels"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.startswith(f"exgrpo {exgrpo.__version__} in {Path(exgrpo.__file__).parents[1]}, torch ")
-    _, backends, choices = run.stdout.split("\n\n")
+    said = python("-W", "ignore", "-m", "exgrpo.kernels")
+    assert said.startswith(f"exgrpo {exgrpo.__version__} in {Path(exgrpo.__file__).parents[1]}, torch ")
+    _, backends, choices = said.split("\n\n")
     lines = [line.split(maxsplit=2) for line in backends.splitlines()[1:]]
     assert [name for device, name, _ in lines if device == "cpu"] == list(dispatch.BACKENDS)
     assert all(text.startswith(("right", "not available: ", "plain PyTorch")) for *_, text in lines)
@@ -178,5 +176,4 @@ def test_reference_has_no_vocab_group(tmp_path):
 
 def test_neither_the_compiler_nor_the_trainer_is_loaded():
     names = "[name for name in sys.modules if name.startswith(('torch._dynamo', 'exgrpo.train'))]"
-    program = [sys.executable, "-W", "ignore", "-c", f"import sys, exgrpo.kernels; print({names})"]
-    assert subprocess.run(program, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert python("-W", "ignore", "-c", f"import sys, exgrpo.kernels; print({names})") == "[]\n"

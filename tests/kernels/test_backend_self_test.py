@@ -9,45 +9,37 @@ import torch
 import torch.distributed as dist
 from torch.func import vmap
 
-from exgrpo.kernels import (
-    backend_choice,
-    dispatch,
-    extension,
-    group_advantage,
-    linear_log_prob,
-    linear_policy_loss,
-    self_test,
-)
+from exgrpo import kernels
 from exgrpo.kernels.torch_chunks.torch_allowed import AllowedPasses
 from exgrpo.kernels.torch_chunks.torch_passes import TorchPasses
 from tests.gloo import on_ranks
 
 CPU = torch.device("cpu")
-TORCH = dispatch.load("torch")
+TORCH = kernels.dispatch.load("torch")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Nothing has been tested or printed, and the backend of CPUs is there."""
-    for name in ("EXGRPO_BACKEND", self_test.ENVIRONMENT, "EXGRPO_DEBUG"):
+    for name in ("EXGRPO_BACKEND", kernels.self_test.ENVIRONMENT, "EXGRPO_DEBUG"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(extension, "MISSING", "")
-    monkeypatch.setattr(dispatch, "_LEFT_OUT", {})
+    monkeypatch.setattr(kernels.extension, "MISSING", "")
+    monkeypatch.setattr(kernels.dispatch, "_LEFT_OUT", {})
     forget()
     yield
     forget()
 
 
 def forget():
-    self_test._VERDICTS.clear()
-    dispatch._AGREED.clear()
-    backend_choice.say.cache_clear()
+    kernels.self_test._VERDICTS.clear()
+    kernels.dispatch._AGREED.clear()
+    kernels.backend_choice.say.cache_clear()
 
 
 def install(monkeypatch, **functions):
     """Make the cpu backend one that is plain torch but for some functions."""
     backend = SimpleNamespace(**{**vars(TORCH), **functions})
-    monkeypatch.setattr(dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
+    monkeypatch.setattr(kernels.dispatch, "load", lambda name: backend if name == "cpu" else TORCH)
 
 
 def passes_with(method, change, base=TorchPasses, of="passes_of"):
@@ -113,14 +105,14 @@ WRONG = {
 
 
 def advantages(**more):
-    return group_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), **more)
+    return kernels.group_advantage(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), **more)
 
 
 def score(group, backend="auto"):
     """Log-probs of some tokens."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(*size, generator=generator) for size in ((6, 8), (30, 8)))
-    return linear_log_prob(hidden, weight, torch.arange(6), vocab_group=group, backend=backend).log_prob
+    return kernels.linear_log_prob(hidden, weight, torch.arange(6), vocab_group=group, backend=backend).log_prob
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -144,14 +136,14 @@ def test_a_wrong_backend_is_left_out_and_an_error_where_it_was_named(name, monke
 def test_a_right_backend_is_tested_once_for_each_dtype_but_for_a_switch(monkeypatch):
     computed = []
     install(monkeypatch, centre_groups=lambda *given: computed.append(given) or TORCH.centre_groups(*given))
-    monkeypatch.setenv(self_test.ENVIRONMENT, "0")
+    monkeypatch.setenv(kernels.self_test.ENVIRONMENT, "0")
     advantages()
     assert len(computed) == 1
-    monkeypatch.delenv(self_test.ENVIRONMENT)
+    monkeypatch.delenv(kernels.self_test.ENVIRONMENT)
     for _ in range(3):
         advantages()
     assert len(computed) == 1 + 1 + 3
-    group_advantage(torch.zeros(2, dtype=torch.float64), torch.arange(2))
+    kernels.group_advantage(torch.zeros(2, dtype=torch.float64), torch.arange(2))
     score(None)
     assert len(computed) == 5 + 2
 
@@ -159,7 +151,7 @@ def test_a_right_backend_is_tested_once_for_each_dtype_but_for_a_switch(monkeypa
 def test_a_test_that_does_not_end_is_left_behind(monkeypatch, capfd):
     end = threading.Event()
     install(monkeypatch, centre_groups=lambda *given: end.wait(20) and TORCH.centre_groups(*given))
-    monkeypatch.setattr(self_test, "LIMIT", 0.2)
+    monkeypatch.setattr(kernels.self_test, "LIMIT", 0.2)
     advantages()
     assert "it failed its self-test in torch.float32 on cpu: it did not end within 0 s" in capfd.readouterr().err
     end.set()
@@ -172,28 +164,28 @@ def test_a_gpu_that_is_lost_is_an_error(wrong, monkeypatch):
     def lost(device):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(self_test, "LIMIT", 0.2)
-    monkeypatch.setattr(self_test, "_compared", lambda *_: end.wait(20 * ("end" in wrong)) or "")
+    monkeypatch.setattr(kernels.self_test, "LIMIT", 0.2)
+    monkeypatch.setattr(kernels.self_test, "_compared", lambda *_: end.wait(20 * ("end" in wrong)) or "")
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(RuntimeError, match=f"the cuda backend .*: {wrong}; the GPU is lost .* EXGRPO_BACKEND=torch in"):
-        self_test.fault("cuda", torch.device("cuda", 0), torch.float32, lambda name: name)
+        kernels.self_test.fault("cuda", torch.device("cuda", 0), torch.float32, lambda name: name)
     end.set()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_capture_is_not_disturbed(device):
-    call = "triton", torch.device("cuda", 0), torch.float32, dispatch.load
+    call = "triton", torch.device("cuda", 0), torch.float32, kernels.dispatch.load
     value, graph, before = torch.zeros(1, device=device), torch.cuda.CUDAGraph(), torch.cuda.get_rng_state()
     with torch.cuda.graph(graph):
         value += 1
-        assert not self_test.fault(*call)
-    assert not self_test._VERDICTS
+        assert not kernels.self_test.fault(*call)
+    assert not kernels.self_test._VERDICTS
     graph.replay()
     assert value.item() == 1
-    assert not self_test.fault(*call)
-    assert list(self_test._VERDICTS.values()) == [""]
+    assert not kernels.self_test.fault(*call)
+    assert list(kernels.self_test._VERDICTS.values()) == [""]
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
@@ -230,17 +222,17 @@ def test_the_callers_modes_and_random_numbers_are_left_alone(caller, wrong, monk
     given = torch.randn(5, 8, generator=generator), torch.randn(30, 8, generator=generator), torch.arange(5)
     tokens = torch.full((5,), -3.0), torch.ones(5)
     before = torch.get_rng_state(), random.getstate()
-    CALLERS[caller](lambda: linear_policy_loss(*given, *tokens))
+    CALLERS[caller](lambda: kernels.linear_policy_loss(*given, *tokens))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    (found,) = self_test._VERDICTS.values()
+    (found,) = kernels.self_test._VERDICTS.values()
     assert found.startswith("own ratio is off by ") if wrong else not found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_right_backends_pass(dtype, backend, device, monkeypatch):
     monkeypatch.undo()
-    assert not self_test.fault(backend, device, dtype, dispatch.load)
+    assert not kernels.self_test.fault(backend, device, dtype, kernels.dispatch.load)
 
 
 def one_rank_is_wrong(rank):
@@ -253,8 +245,8 @@ def one_rank_is_wrong(rank):
         with pytest.MonkeyPatch.context() as patch:
             factor = 2.0 if differs == "wrong" else 1 + 1e-6
             install(patch, **passes_with("finished", log_prob_of(lambda values, factor=factor: values * factor)))
-            patch.setattr(extension, "MISSING", "it was not built" if differs == "missing" else "")
-            patch.setenv(self_test.ENVIRONMENT, "0" if differs == "untested" else "1")
+            patch.setattr(kernels.extension, "MISSING", "it was not built" if differs == "missing" else "")
+            patch.setenv(kernels.self_test.ENVIRONMENT, "0" if differs == "untested" else "1")
             for _ in range(2):
                 assert torch.equal(score(group), score(group, "torch")) == (how in ("wrong", "missing"))
             if how == "wrong":
@@ -270,15 +262,15 @@ def test_all_ranks_of_a_group_take_the_same_backend(tmp_path):
 def test_what_one_process_passes_over_another_one_leaves_out(monkeypatch, capfd):
     with monkeypatch.context() as this_process:
         install(this_process)
-        assert dispatch.passed_over("auto", CPU, torch.float32) == {}
+        assert kernels.dispatch.passed_over("auto", CPU, torch.float32) == {}
     with monkeypatch.context() as other_process:
-        self_test._VERDICTS.clear()
+        kernels.self_test._VERDICTS.clear()
         install(other_process, **WRONG["gradient"])
-        passed_over = dispatch.passed_over("auto", CPU, torch.float32)
+        passed_over = kernels.dispatch.passed_over("auto", CPU, torch.float32)
         with pytest.raises(RuntimeError, match="backend='cpu': it failed its self-test"):
-            dispatch.passed_over("cpu", CPU, torch.float32)
+            kernels.dispatch.passed_over("cpu", CPU, torch.float32)
     assert list(passed_over) == ["cpu"]
-    dispatch.leave_out(passed_over)
+    kernels.dispatch.leave_out(passed_over)
     for _ in range(2):
         advantages()
     line = f"exgrpo: the torch backend computes on cpu, as cpu is not available: {passed_over['cpu']}"

@@ -7,15 +7,7 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from exgrpo.kernels import (
-    group_advantage,
-    importance_ratio,
-    linear_log_prob,
-    linear_policy_loss,
-    policy_loss,
-    sequence_entropy,
-    shape_ratio,
-)
+from exgrpo import kernels
 
 from .support import make_case, make_tokens, needs_inductor
 
@@ -50,26 +42,26 @@ def call_of(name):
 
     def run(hidden, weight, target, old, advantage, replayed, **options):
         if name == "linear_log_prob":
-            log_prob, entropy = linear_log_prob(hidden, weight, target, **options)
+            log_prob, entropy = kernels.linear_log_prob(hidden, weight, target, **options)
             return (log_prob * advantage).sum() + entropy.sum()
         if name == "linear_policy_loss":
             more = {"replayed": replayed} | options
-            return linear_policy_loss(hidden, weight, target, old, advantage, **more).loss
+            return kernels.linear_policy_loss(hidden, weight, target, old, advantage, **more).loss
         if name == "sequence_entropy":
             rows, length = target.shape
             bounds = length * torch.arange(rows + 1, device=target.device)
             flat, flat_target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-            means = sequence_entropy(flat, weight, flat_target, bounds, **options)
+            means = kernels.sequence_entropy(flat, weight, flat_target, bounds, **options)
             return means.sum() + (hidden.sum() + weight.sum()) * 0
         log_prob = 3 * torch.log_softmax(hidden @ weight.T, -1)[..., 0]
         if name == "policy_loss":
             entropy = -log_prob * log_prob.exp()
             more = {"replayed": replayed, "entropy": entropy} | options
-            return policy_loss(log_prob, old, advantage, mask=target >= 0, **more).loss
+            return kernels.policy_loss(log_prob, old, advantage, mask=target >= 0, **more).loss
         if name == "group_advantage":
-            return (log_prob[:, 0] * group_advantage(advantage[:, 0], target[:, 1], **options)).sum()
-        ratio = importance_ratio(log_prob, old)
-        return (shape_ratio(ratio, **options) if name == "shape_ratio" else ratio).sum()
+            return (log_prob[:, 0] * kernels.group_advantage(advantage[:, 0], target[:, 1], **options)).sum()
+        ratio = kernels.importance_ratio(log_prob, old)
+        return (kernels.shape_ratio(ratio, **options) if name == "shape_ratio" else ratio).sum()
 
     return run
 
@@ -128,7 +120,7 @@ def test_a_wrong_value_raises(argument):
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
 
     def run(values):
-        return linear_policy_loss(hidden, weight, **right | {argument: values}).loss
+        return kernels.linear_policy_loss(hidden, weight, **right | {argument: values}).loss
 
     compiled = torch.compile(run, fullgraph=True)
     torch.testing.assert_close(compiled(right[argument]), run(right[argument]))

@@ -1,7 +1,6 @@
 """The tests of the public functions at each instruction set that the processor has."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ if extension.MISSING:
     pytest.skip(extension.MISSING, allow_module_level=True)
 
 from exgrpo.kernels.extension import OPERATORS
+from tests.programs import ran
 
 ASKED = "EXGRPO_CPU_ISA"
 NAMES = ("baseline", "avx2", "avx512")
@@ -31,7 +31,7 @@ def test_other_instruction_sets(name, asked):
         pytest.skip("the other tests of this process are of that instruction set")
     files = [os.path.join(os.path.dirname(__file__), f"test_{file}.py") for file in asked]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cpu", *files]
-    tests = subprocess.run(command, env={**os.environ, ASKED: name}, capture_output=True, text=True)
+    tests = ran(*command, env={**os.environ, ASKED: name})
     if "does not have it" in tests.stdout:
         pytest.skip(f"no {name} here")
     assert tests.returncode == 0, tests.stdout[-4000:]
@@ -43,7 +43,6 @@ import torch
 from exgrpo.kernels import linear_log_prob
 linear_log_prob(torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64), backend="cpu")
 """
-    environment = {**os.environ, ASKED: "sse9"}
-    tried = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    tried = ran(sys.executable, "-c", program, env={**os.environ, ASKED: "sse9"})
     assert tried.returncode
     assert "EXGRPO_CPU_ISA=sse9: expected baseline, avx2 or avx512" in tried.stderr

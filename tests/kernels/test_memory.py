@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import weakref
 from functools import partial
 
@@ -12,6 +10,7 @@ import torch
 
 from exgrpo.kernels import dispatch, linear_log_prob
 from exgrpo.kernels.chunks import chunking
+from tests.programs import python
 
 from .conftest import BACKENDS, DEVICE
 from .support import INTERPRETING, Case, InsideMode, make_case
@@ -182,6 +181,5 @@ print(1024 * (kibibytes("VmHWM") - before))
 @pytest.mark.parametrize("name", [name for name in ("torch", "cpu") if not dispatch.unavailable(name, CPU)])
 def test_resident_memory_stays_below_two_chunks(name, dtype):
     """What operators take within themselves counts too; logits would be 524 MB, a chunk is 134 MB."""
-    run = subprocess.run([sys.executable, "-c", RESIDENT, dtype, name], capture_output=True, text=True, check=True)
     gradients = 2 * (4096 + 32000) * 32 * 4
-    assert int(run.stdout) < 2 * CPU_CHUNK + gradients
+    assert int(python("-c", RESIDENT, dtype, name)) < 2 * CPU_CHUNK + gradients

@@ -8,15 +8,9 @@ import yaml
 from studies.findings import SCORES
 from studies.results import COSTS, Result
 
-PLAN = {
-    "title": "A trial",
-    "text": "Which is better?",
-    "settings": {"steps": 4, "questions": 8, "evaluation.samples": 4},
-    "tasks": {"countdown": {"recipes": ["builtin:countdown"]}},
-    "arms": {"without": {"settings": {"experience.ratio": 0}}, "with": {}},
-    "baseline": "without",
-    "seeds": [0, 1],
-}
+PLAN = {"title": "A trial", "text": "Which is better?", "tasks": {"countdown": {"recipes": ["builtin:countdown"]}}}
+PLAN |= {"arms": {"without": {"settings": {"experience.ratio": 0}}, "with": {}}, "baseline": "without"}
+PLAN |= {"settings": {"steps": 4, "questions": 8, "evaluation.samples": 4}, "seeds": [0, 1]}
 
 
 def write(folder: Path, **changes: object) -> Path:
@@ -49,13 +43,7 @@ def result(key: str, *heights: float, tokens: float = 100.0, seconds: float = 3.
     steps = np.arange(len(heights), dtype=np.float64)
     curves = {name: np.array(heights) for name in SCORES}
     curves |= {"step": steps, **{name: np.array(tokens * steps) for name in COSTS}}
-    return Result(
-        key=key,
-        settings={"evaluation.samples": 8, **settings},
-        commit="c0ffee",
-        versions={"torch": "2"},
-        processor="a processor",
-        date="2026-01-02",
-        seconds=seconds,
-        curves={**curves, "train/entropy": np.append(np.nan, np.ones(len(heights) - 1))},
-    )
+    curves["train/entropy"] = np.append(np.nan, np.ones(len(heights) - 1))
+    origin = {"commit": "c0ffee", "versions": {"torch": "2"}, "processor": "a processor", "date": "2026-01-02"}
+    asked = {"evaluation.samples": 8, **settings}
+    return Result(key=key, settings=asked, seconds=seconds, curves=curves, **origin)

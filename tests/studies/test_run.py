@@ -18,6 +18,7 @@ from studies.origin import Origin
 from studies.results import ResultFile
 from studies.runner import KEPT, Run, RunFailedError
 from studies.study import load_study
+from tests.programs import ran, wait_for
 from tests.studies.plans import result, with_function, write
 from tests.train.warm import ROOT
 
@@ -32,13 +33,8 @@ class Scripted:
         self.broken, self.interrupting = set(), set()
 
     def __call__(self, planned, folder, core):
-        return SimpleNamespace(
-            planned=planned,
-            core=core,
-            result=lambda origin: self.run(planned, core),
-            stop=lambda: None,
-            tidy=lambda: self.tidied.append(planned.key),
-        )
+        does = {"result": lambda origin: self.run(planned, core), "tidy": lambda: self.tidied.append(planned.key)}
+        return SimpleNamespace(planned=planned, core=core, stop=lambda: None, **does)
 
     def run(self, planned, core):
         self.going += 1
@@ -167,7 +163,7 @@ def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
     killed.wait()
     running = functools.partial(psutil.process_iter, ["cmdline"])
     wait_for(lambda: not any(str(tmp_path) in " ".join(one.info["cmdline"] or ()) for one in running()))
-    again = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    again = ran(*program, cwd=ROOT, timeout=300)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "4/4" in again.stdout + again.stderr
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
@@ -180,10 +176,3 @@ def test_a_killed_study_leaves_no_runs_behind_and_goes_on(tmp_path):
         assert {path.name for path in folder.iterdir()} <= {*KEPT, FINISHED, "in_use_by"}
         held_out = load_run(folder, "run").columns["test/pass_rate"]
         assert list(one.curves["pass_at_1"]) == pytest.approx(list(held_out[np.isfinite(held_out)]), rel=1e-4)
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)

@@ -17,6 +17,7 @@ from exgrpo.tools.checks import CheckFailedError, Skipped
 from exgrpo.tools.doctor import CHECKS, examine, run_check
 from exgrpo.train.common import process
 from exgrpo.train.config.recipe import to_yaml
+from tests.programs import python, wait_for
 from tests.tools import broken_checks
 from tests.tools.broken_checks import PIDS, REMEDY
 from tests.train.configs import configured
@@ -55,9 +56,7 @@ def broken(monkeypatch):
 def test_a_whole_run_on_the_cpu(tmp_path, temporary):
     output = tmp_path / "doctor.md"
     how = {"cwd": ROOT, "env": {**environment(), "TMPDIR": str(temporary)}, "timeout": 1700}
-    command = [sys.executable, "-m", PROGRAM, "--output", str(output)]
-    done = subprocess.run(command, **how, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", PROGRAM, "--output", output, **how)
     rows = {line.split("|")[1].strip(): line for line in output.read_text().splitlines() if line.startswith("|")}
     for name in CHECKS:
         assert "| ok |" in rows[name] or "| skipped |" in rows[name]
@@ -95,8 +94,7 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(arguments, message, m
 
 def test_the_program_needs_no_torch():
     script = f"import sys, {PROGRAM}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert python("-c", script, env=environment()) == "False\n"
 
 
 def test_the_text_names_no_user(monkeypatch):
@@ -149,10 +147,7 @@ def test_a_signal_ends_the_doctor_with_its_checks_and_shows_what_it_has_found(te
     command = [sys.executable, "-m", PROGRAM, "--only", "kernels_cuda", "step_all"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     program = subprocess.Popen(command, cwd=ROOT, env=environ, text=True, **pipes)
-    deadline = time.monotonic() + PATIENCE
-    while not list(temporary.glob("exgrpo_*/step_all/tiny.yaml")):
-        assert time.monotonic() < deadline, "no step has begun"
-        time.sleep(0.05)
+    wait_for(lambda: list(temporary.glob("exgrpo_*/step_all/tiny.yaml")), seconds=PATIENCE)
     (child,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
     program.send_signal(signal.SIGTERM)
     printed, told = program.communicate(timeout=PATIENCE)

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,9 @@ from studies.results import ResultFile
 from studies.run import RESULTS
 from studies.statistics import height
 from studies.study import load_study
+from tests.programs import printed, wait_for
 from tests.train.configs import configured
-from tests.train.launch import MAIN, environment, launch
+from tests.train.launch import MAIN, completed, environment
 from tests.train.run.test_run import SMALL, untimed
 from tests.train.warm import ROOT
 
@@ -58,11 +58,7 @@ class Launcher:
 
     def wait(self, come) -> None:
         """Until something is true of it."""
-        deadline = time.monotonic() + 240
-        while not come():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(come, of=[self.process])
 
     def saved(self, step: int) -> bool:
         """Whether the checkpoint of a step is complete."""
@@ -77,8 +73,7 @@ def test_a_run_that_loses_a_process_goes_on_by_itself_and_gives_the_same_metrics
     printed, said = launcher.process.communicate(timeout=240)
     assert launcher.process.returncode == 0, said
     assert re.search(r"going on with .* after step [12]", printed)
-    done = launch(MAIN, *OPTIONS, f"--output.folder={tmp_path / 'whole'}", ranks=2)
-    assert done.returncode == 0, done.stderr
+    completed(MAIN, *OPTIONS, f"--output.folder={tmp_path / 'whole'}", ranks=2)
     assert untimed(launcher.run) == untimed(tmp_path / "whole" / "small")
 
 
@@ -106,9 +101,7 @@ def test_the_last_line_of_a_stopped_run_has_the_command_that_goes_on(tmp_path):
     (way_on,) = re.findall(r"^stopped after step [12] of 3\. To go on after step [12]: (.*)$", said, re.MULTILINE)
     assert "--processes=2 --restarts=1 --resume " in way_on
     here = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", way_on], env=here, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "going on with" in done.stdout
+    assert "going on with" in printed("bash", "-c", way_on, env=here, timeout=240)
     assert (launcher.run / "finished").exists()
 
 
@@ -267,11 +260,7 @@ def test_the_first_result_goes_on_where_it_was_stopped_and_is_not_done_twice(tmp
     here = {"cwd": tmp_path, "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     runs = [tmp_path / "runs" / "first" / name for name in first.ARMS]
     stopped = subprocess.Popen(command, **here)
-    deadline = time.monotonic() + 240
-    while not any(run.is_dir() and folders(run) for run in runs):
-        assert stopped.poll() is None, stopped.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: any(run.is_dir() and folders(run) for run in runs), of=[stopped])
     stopped.send_signal(signal.SIGINT)
     assert stopped.communicate(timeout=120)[1] == "stopped: the same command resumes it\n"
     assert stopped.returncode == process.INTERRUPTED

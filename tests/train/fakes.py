@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exgrpo.train.common.distributed import World
+from exgrpo.train.common.distributed import ALONE, World
 from exgrpo.train.common.functions import Term
 from exgrpo.train.common.records import AllowedTokens, EngineCounts, Rollout, Score, TokenIds
 from exgrpo.train.common.step_batch import StepBatch
@@ -25,25 +25,7 @@ EOS = 1
 RIGHT = 7
 
 
-class LoneWorld:
-    """A process group of one."""
-
-    rank, size, is_main = 0, 1, True
-    device = torch.device("cpu")
-    threads = kept = None
-    ranks = ()
-
-    def gather(self, value):
-        return [value]
-
-    def split(self, items, ranks=1):
-        return list(enumerate(items))
-
-    def join(self, share):
-        return [item for _, item in sorted(share, key=lambda pair: pair[0])]
-
-
-def one_of_two(other: Callable[[Any], Any], device: torch.device = LoneWorld.device, rank: int = 0) -> World:
+def one_of_two(other: Callable[[Any], Any], device: torch.device = ALONE.device, rank: int = 0) -> World:
     """One of two ranks; `other(value)` is what the other one gives where this one gives `value`."""
 
     class Pair(World):
@@ -139,7 +121,7 @@ class RecordingPolicy:
 
     def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        self.world = LoneWorld()
+        self.world = ALONE
         self.version = 0
         self.learning_rate = 1e-3
         self.updates: list[tuple[MiniBatch, bool]] = []
@@ -170,4 +152,4 @@ def question_set(count: int, reward: str = DEFAULT) -> QuestionSet:
 
 
 def rollout_worker(engine: ScriptedEngine) -> RolloutWorker:
-    return RolloutWorker(engine, ScriptedGrader(), lambda ids: " ".join(map(str, ids)), LoneWorld())
+    return RolloutWorker(engine, ScriptedGrader(), lambda ids: " ".join(map(str, ids)), ALONE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
+from tests.programs import printed, ran
 from tests.train.launch import MAIN, ROOT, environment, free_port
 
 NEEDS = ("ip", "taskset")
@@ -26,13 +27,7 @@ def missing() -> str | None:
         return "hosts are network namespaces, which only root can make"
     if absent := [name for name in NEEDS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
         return f"hosts need {', '.join(absent)}"
-    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
-    return None if probe.returncode == 0 else "this system makes no network namespaces"
-
-
-def run(*command: str) -> str:
-    """A command that must succeed; returns what it printed."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return "this system makes no network namespaces" if ran("unshare", "--net", "true").returncode else None
 
 
 class Hosts:
@@ -68,23 +63,23 @@ class Hosts:
         for host, name in enumerate(self._names):
             with suppress(subprocess.CalledProcessError):
                 self.kill(host)
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-        subprocess.run(["ip", "netns", "delete", self._switch], capture_output=True, check=False)
+            ran("ip", "netns", "delete", name)
+        ran("ip", "netns", "delete", self._switch)
 
     def _connect(self) -> None:
         """A namespace with a bridge, and one for each host, connected to it."""
-        run("ip", "netns", "add", self._switch)
+        printed("ip", "netns", "add", self._switch)
         inside = ("ip", "-n", self._switch, "link")
-        run(*inside, "add", "bridge", "type", "bridge")
-        run(*inside, "set", "bridge", "up")
+        printed(*inside, "add", "bridge", "type", "bridge")
+        printed(*inside, "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self._names, self.addresses, strict=True)):
-            run("ip", "netns", "add", name)
+            printed("ip", "netns", "add", name)
             port = f"port{number}"
-            run(*inside, "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
-            run(*inside, "set", port, "master", "bridge", "up")
-            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
-            run("ip", "-n", name, "link", "set", DEVICE, "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
+            printed(*inside, "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
+            printed(*inside, "set", port, "master", "bridge", "up")
+            printed("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            printed("ip", "-n", name, "link", "set", DEVICE, "up")
+            printed("ip", "-n", name, "link", "set", "lo", "up")
 
     def on(self, host: int) -> list[str]:
         """Return the prefix of a command on a host, which has one processor."""
@@ -94,15 +89,15 @@ class Hosts:
 
     def cut(self, host: int) -> None:
         """Take a host's cable out."""
-        run("ip", "-n", self._names[host], "link", "set", DEVICE, "down")
+        printed("ip", "-n", self._names[host], "link", "set", DEVICE, "down")
 
     def restore(self, host: int) -> None:
         """Put the cable in again."""
-        run("ip", "-n", self._names[host], "link", "set", DEVICE, "up")
+        printed("ip", "-n", self._names[host], "link", "set", DEVICE, "up")
 
     def processes(self, host: int) -> list[int]:
         """Return the processes of a host."""
-        return [int(process) for process in run("ip", "netns", "pids", self._names[host]).split()]
+        return [int(process) for process in printed("ip", "netns", "pids", self._names[host]).split()]
 
     def kill(self, host: int) -> None:
         """Kill all processes of a host at once."""
@@ -135,11 +130,7 @@ class Hosts:
     def _launch(
         self, host: int, *words: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.on(host), str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=1", *words],
-            cwd=ROOT,
-            env={**environment(), "GLOO_SOCKET_IFNAME": DEVICE, **variables},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        command = [*self.on(host), str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=1", *words]
+        variables = {**environment(), "GLOO_SOCKET_IFNAME": DEVICE, **variables}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=ROOT, env=variables, text=True, **pipes)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from exgrpo.train.common.process import GRACE
+from tests.programs import ran
 from tests.train.warm import ROOT, Rank
 
 MAIN = ROOT / "exgrpo" / "train" / "main.py"
@@ -127,12 +128,4 @@ def launch_module(module: str, *arguments: str, vllm: bool = False) -> subproces
 
 def launch_by_deepspeed(script: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """Launch as a user does: by DeepSpeed's launcher, which takes five seconds more, and with cold imports."""
-    return subprocess.run(
-        command(script, *arguments, ranks=ranks),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
+    return ran(*command(script, *arguments, ranks=ranks), cwd=ROOT, env=environment(), timeout=540)

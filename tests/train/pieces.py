@@ -14,12 +14,7 @@ _CHARACTERS = "ab\nQ:"
 _TEXTS = [
     *_CHARACTERS,
     *(a + b for a in _CHARACTERS for b in _CHARACTERS),
-    "\n\nQ: a",
-    "aQ:\nb",
-    "é",
-    "→",
-    "é\n",
-    "a→b",
+    *("\n\nQ: a", "aQ:\nb", "é", "→", "é\n", "a→b"),
 ]
 # Characters of two and three bytes in parts, alone and beside other text.
 _PARTS = [b"\xc3", b"\xa9", b"\xe2\x86", b"\x92", b"\xe2", b"\x86", b"Q\xc3", b"\xa9:", b"\n\xe2", b"\x92Q", b"b:\xe2"]

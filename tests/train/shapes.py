@@ -13,21 +13,14 @@ ROWS, LENGTH = 2, 40
 TOKENS = ROWS * LENGTH
 VOCABULARY = 97
 
+SIDES = dict.fromkeys(("q_proj", "o_proj"), 3 * 128) | dict.fromkeys(("k_proj", "v_proj"), 3 * 96)
+SIDES |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 3 * 224)
+NUMBERS = {"layers": 3, "width": 64, "mlp": 160, "heads": 4, "kv_heads": 2, "head_width": 16, "vocabulary": 97}
 SMALL = ModelShape(
     parameters=(97 * 64, *[64 * 64, 64 * 32, 64 * 32, 64 * 64, *[64 * 160] * 3, 64, 64] * 3, 64, 97 * 64),
     linear=3 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 160 * 3),
-    layers=3,
-    width=64,
-    mlp=160,
-    heads=4,
-    kv_heads=2,
-    head_width=16,
-    vocabulary=97,
-    sides={
-        **dict.fromkeys(("q_proj", "o_proj"), 3 * 128),
-        **dict.fromkeys(("k_proj", "v_proj"), 3 * 96),
-        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 3 * 224),
-    },
+    sides=SIDES,
+    **NUMBERS,
 )
 
 

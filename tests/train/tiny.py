@@ -28,6 +28,9 @@ from tests.train.configs import configured
 VOCABULARY = 97
 STEPS = 3
 LEARNING_RATE = 1e-3
+OPTIMIZER = {"lr": LEARNING_RATE, "micro_batch_tokens": 70, "weight_decay": 0.01, "minibatches": 1}
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SHAPE |= {"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def save_model(
@@ -36,21 +39,8 @@ def save_model(
     """A Llama, or, where the logits are divided by a number, a Granite."""
     torch.manual_seed(0)
     kind, more = (LlamaConfig, {}) if logits_scaling is None else (GraniteConfig, {"logits_scaling": logits_scaling})
-    config = kind(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=-(-heads // 2),
-        head_dim=head_width,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **more,
-    )
+    of_heads = {"num_attention_heads": heads, "num_key_value_heads": -(-heads // 2), "head_dim": head_width}
+    config = kind(**SHAPE, **of_heads, **more, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -149,27 +139,9 @@ def config(
     optimizer: Mapping[str, object] | None = None,
     lora: Mapping[str, object] | None = None,
 ) -> Config:
-    return configured(
-        {
-            "policy": {
-                "path": str(folder),
-                "dtype": dtype,
-                "gradient_checkpointing": checkpointing,
-                "compile": compile,
-            },
-            "data": {"max_prompt_tokens": 8},
-            "rollout": {"max_tokens": 24, "temperature": temperature},
-            "objective": objective,
-            "lora": lora or {},
-            "steps": STEPS,
-            "optimizer": {
-                "lr": LEARNING_RATE,
-                "micro_batch_tokens": 70,
-                "weight_decay": 0.01,
-                "minibatches": 1,
-                **(optimizer or {}),
-            },
-            # Nothing is small enough to stay whole: every parameter is partitioned.
-            "distributed": {"persistence_threshold": 0, "timeout_minutes": 2},
-        }
-    )
+    policy = {"path": str(folder), "dtype": dtype, "gradient_checkpointing": checkpointing, "compile": compile}
+    # Nothing is small enough to stay whole: every parameter is partitioned.
+    distributed = {"persistence_threshold": 0, "timeout_minutes": 2}
+    sections = {"policy": policy, "objective": objective, "lora": lora or {}, "distributed": distributed}
+    sections |= {"data": {"max_prompt_tokens": 8}, "rollout": {"max_tokens": 24, "temperature": temperature}}
+    return configured(sections, steps=STEPS, optimizer=OPTIMIZER | (optimizer or {}))

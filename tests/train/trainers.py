@@ -11,13 +11,8 @@ K = 4
 
 
 def make(skill: dict[int, float], *, free_log_prob: bool = False, **sections) -> Trainer:
-    values = {
-        "questions": 6,
-        "rollout": {"samples": K, "max_tokens": 8},
-        "data": {"max_prompt_tokens": 8},
-        "experience": {"start_pass_rate": 0.0, "ratio": 0.5},
-        "optimizer": {"minibatches": 2},
-    }
+    values = {"questions": 6, "rollout": {"samples": K, "max_tokens": 8}, "data": {"max_prompt_tokens": 8}}
+    values |= {"experience": {"start_pass_rate": 0.0, "ratio": 0.5}, "optimizer": {"minibatches": 2}}
     engine = ScriptedEngine(skill, free_log_prob=free_log_prob)
     config = configured(values, sections)
     policy = RecordingPolicy(config.rollout.temperature)

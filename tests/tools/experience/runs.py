@@ -101,17 +101,10 @@ def make_run(
     arrays = write_checked(folder / EXPERIENCE, memory.arrays())
     checkpoint = folder / FOLDER / f"step_{step:08d}"
     checkpoint.mkdir(parents=True)
-    manifest = Manifest(
-        step=step,
-        fingerprint=(asked or questions(PromptFormat.from_options(of_run.data))).fingerprint,
-        config=of_run.model_dump(mode="json"),
-        files={},
-        arrays=arrays,
-        experience={arrays: (folder / EXPERIENCE / f"{arrays}{SUFFIX}").stat().st_size},
-        values={},
-        progress={},
-    )
-    write_manifest(checkpoint, manifest)
+    size = (folder / EXPERIENCE / f"{arrays}{SUFFIX}").stat().st_size
+    of_data = (asked or questions(PromptFormat.from_options(of_run.data))).fingerprint
+    known = {"fingerprint": of_data, "config": of_run.model_dump(mode="json"), "experience": {arrays: size}}
+    write_manifest(checkpoint, Manifest(step=step, files={}, arrays=arrays, values={}, progress={}, **known))
     return folder
 
 

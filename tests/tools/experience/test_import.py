@@ -46,23 +46,17 @@ def said(trainer):
 
 
 END = "<|end|>"
+ONE, TWO = "\\boxed{1}", "\\boxed{2}"
 GRADED = 0.0
 """What the scripted grader gives these texts."""
 
 
 def trl():
-    texts = [(0, "\\boxed{1}", 1.0, 0.5), (1, "\\boxed{2}", nan, nan)]
-    return [
-        {
-            "step": 3,
-            "prompt": user(questions()[i].text),
-            "completion": [{"role": "assistant", "content": text}],
-            "accuracy_reward": first,
-            "format_reward": second,
-            "note": "of the user",
-        }
-        for i, text, first, second in texts
-    ]
+    rows = []
+    for i, text, first, second in ((0, ONE, 1.0, 0.5), (1, TWO, nan, nan)):
+        row = {"step": 3, "prompt": user(questions()[i].text), "accuracy_reward": first, "format_reward": second}
+        rows.append({**row, "completion": [{"role": "assistant", "content": text}], "note": "of the user"})
+    return rows
 
 
 def open_r1():
@@ -74,31 +68,20 @@ def open_r1():
 
 VERL = {"question": "input", "answer": "gts", "response": "output", "reward": "score"}
 TRL = {"question": "prompt", "response": "completion", "reward": "accuracy_reward+format_reward"}
-PRIME_RL = {
-    "question": "task.data.prompt",
-    "answer": "task.data.answer",
-    "response": "traces.0.nodes.-1.message.content",
-    "reward": "traces.0.rewards.correct.score",
-    "step": "run.work.step",
-}
+PRIME_RL = {"question": "task.data.prompt", "answer": "task.data.answer", "step": "run.work.step"}
+PRIME_RL |= {"response": "traces.0.nodes.-1.message.content", "reward": "traces.0.rewards.correct.score"}
+OPEN_R1 = {"question": "problem", "response": "generations", "finished": "is_reasoning_complete"}
+
+
+def ended(question, text, reward=GRADED):
+    return question, text + END, True, reward
+
+
 FILES = {
-    "verl": (
-        *(VERL, "7.jsonl", lambda: [verl(0, "\\boxed{1}", 0.5), verl(0, "\\boxed{2}", None)]),
-        [(0, "\\boxed{1}" + END, True, 0.5), (0, "\\boxed{2}" + END, True, GRADED)],
-    ),
-    "trl": (
-        *(TRL, "completions_00003.parquet", trl),
-        [(0, "\\boxed{1}" + END, True, 1.5), (1, "\\boxed{2}" + END, True, GRADED)],
-    ),
-    "open_r1": (
-        {"question": "problem", "response": "generations", "finished": "is_reasoning_complete"},
-        *("r1.jsonl", open_r1),
-        [(3, "\\boxed{1}" + END, True, GRADED), (3, "7 +", False, GRADED)],
-    ),
-    "prime_rl": (
-        *(PRIME_RL, "traces.jsonl", lambda: [prime_rl(2, "\\boxed{1}")]),
-        [(2, "\\boxed{1}" + END, True, 1.0)],
-    ),
+    "verl": (VERL, "7.jsonl", lambda: [verl(0, ONE, 0.5), verl(0, TWO, None)], [ended(0, ONE, 0.5), ended(0, TWO)]),
+    "trl": (TRL, "completions_00003.parquet", trl, [ended(0, ONE, 1.5), ended(1, TWO)]),
+    "open_r1": (OPEN_R1, "r1.jsonl", open_r1, [ended(3, ONE), (3, "7 +", False, GRADED)]),
+    "prime_rl": (PRIME_RL, "traces.jsonl", lambda: [prime_rl(2, ONE)], [ended(2, ONE, 1.0)]),
 }
 
 

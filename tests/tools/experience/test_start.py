@@ -22,7 +22,7 @@ from exgrpo.train.trainer import Trainer
 from tests.tools.experience import runs
 from tests.tools.experience.runs import K, config, make_run, pretrained, some, with_reply
 from tests.train.batches import Row, same, stored_rows
-from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
+from tests.train.fakes import EOS, RecordingPolicy, ScriptedEngine, ScriptedGrader, fake_score, question_set
 from tests.train.files import write_rows
 from tests.train.run.test_weight_check import among
 from tests.train.trainers import half
@@ -54,7 +54,7 @@ def right(text: str) -> float:
 
 def trainer_of(of_run, questions, encoding) -> Trainer:
     rollout_worker = RolloutWorker(
-        ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.tokenizer.decode, LoneWorld()
+        ScriptedEngine(half(len(questions))), ScriptedGrader(right), encoding.tokenizer.decode, ALONE
     )
     return Trainer(of_run, questions, RecordingPolicy(), rollout_worker)
 
@@ -136,17 +136,11 @@ def test_an_export_of_the_same_model_comes_back_as_it_was(tmp_path, exported, ru
 
 def test_log_probs_of_another_model_are_those_of_the_policy_unless_they_are_kept(tmp_path):
     own_path = "builtin:arithmetic"
-    rows = [
-        {
-            **trace(0, f"5 {number} 9", reward=1, model=model, old_log_probs_from=old_log_probs_from),
-            "prompt_ids": [0, 2],
-            "response_ids": [5, number, 9, EOS],
-            "log_prob": [-1, -2, -3, -4.0],
-        }
-        for number, (model, old_log_probs_from) in enumerate(
-            [(own_path, "engine"), ("other", "engine"), (None, "trainer"), (own_path, "unknown")]
-        )
-    ]
+    rows = []
+    written = [(own_path, "engine"), ("other", "engine"), (None, "trainer"), (own_path, "unknown")]
+    for number, (model, writer) in enumerate(written):
+        row = trace(0, f"5 {number} 9", reward=1, model=model, old_log_probs_from=writer)
+        rows.append({**row, "prompt_ids": [0, 2], "response_ids": [5, number, 9, EOS], "log_prob": [-1, -2, -3, -4.0]})
     path = write(tmp_path / "traces.jsonl", *rows)
     temperature = {"rollout.temperature": 0.5}
     own = [fake_score(np.array(row["response_ids"], np.int32), 0, 0.5).log_prob for row in rows]
@@ -268,15 +262,9 @@ def test_questions_are_found_by_text_and_gold_and_else_by_their_prompt_or_what_i
 
 
 def test_what_does_not_fit_and_what_comes_again_is_left_out_and_told(tmp_path):
-    path = write(
-        tmp_path / "traces.jsonl",
-        trace(0, "5", reward=0.5),
-        trace(0, "6"),
-        trace(0, "5", reward=0.25),
-        trace(1, "5 5 5 5 5 5 5 5"),
-        trace(1, "5 5 5 5 5 5 5"),
-        trace(2, ""),
-    )
+    of_first = trace(0, "5", reward=0.5), trace(0, "6"), trace(0, "5", reward=0.25)
+    of_others = trace(1, "5 5 5 5 5 5 5 5"), trace(1, "5 5 5 5 5 5 5"), trace(2, "")
+    path = write(tmp_path / "traces.jsonl", *of_first, *of_others)
     trainer, started = begin(path)
     assert [(one.question, len(one.response)) for one in stored(trainer)] == [(0, 2), (0, 2), (1, 8)]
     assert [one.reward for one in stored(trainer)][1] == 0.25

@@ -48,25 +48,10 @@ BAD = [
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_text_alone_is_enough_and_both_kinds_of_file_say_the_same(tmp_path, suffix):
-    whole = {
-        "prompt_ids": [4, 5],
-        "response_ids": [6, 7],
-        "log_prob": [-0.5, 0.0],
-        "allowed_tokens": [[], [3, 7]],
-        "old_log_probs_from": "engine",
-        "model": "m",
-        "answer": "so 1 #### 2 ",
-        "finished": False,
-        "reward": 0.5,
-        "step": 4,
-        "advantage": -0.25,
-        "key": 2**62,
-        "group_successes": 1,
-        "group_answers": 3,
-        "replays": 2,
-        "source": 7,
-        "more": "ignored",
-    }
+    whole = {"prompt_ids": [4, 5], "response_ids": [6, 7], "log_prob": [-0.5, 0.0], "allowed_tokens": [[], [3, 7]]}
+    whole |= {"old_log_probs_from": "engine", "model": "m", "answer": "so 1 #### 2 ", "finished": False, "reward": 0.5}
+    whole |= {"step": 4, "advantage": -0.25, "key": 2**62, "group_successes": 1, "group_answers": 3, "replays": 2}
+    whole |= {"source": 7, "more": "ignored"}
     path = Path(write_rows(tmp_path / f"traces.{suffix}", [{**ROW, **whole}, ROW]))
     first, second = read_traces(path)
     assert (first.answer, first.finished, first.reward, first.step, first.advantage) == ("2", False, 0.5, 4, -0.25)

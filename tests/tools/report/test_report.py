@@ -5,7 +5,6 @@ import hashlib
 import html
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from exgrpo.train.metrics.report.page import FOLDER, write_report
 from exgrpo.train.metrics.report.runs import ABSENT, group_runs, half_width, load_run, mean_curve
 from tests.browser import ask, wait
 from tests.browser import browser as browser
+from tests.programs import python
 from tests.tools.report.pages import SHORT, held_out, make_run, page_of, training_record, whole_run
 
 BY_TOKENS = "Held-out Pass@1 by tokens"
@@ -261,7 +261,7 @@ def test_the_program(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check = "import sys; from exgrpo.tools.report import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", check, str(runs[0])], check=True, env=environment)
+    python("-c", check, runs[0], env=environment)
     assert main([*map(str, runs), str(runs[0]), "--output", "deep/both.html"]) == main([*map(str, runs)]) == 0
     assert all(Path(page).is_file() for page in ("a/run/report.html", "deep/both.html", "report.html"))
     assert page_of(tmp_path, *runs, runs[0]).row("a/run")

@@ -1,9 +1,10 @@
 """A trainer without a model, and what it saves and loads."""
 
 from exgrpo.train.checkpoint.checkpoint import Checkpoints
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.trainer import Trainer
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, RecordingPolicy, ScriptedEngine, question_set, rollout_worker
+from tests.train.fakes import RecordingPolicy, ScriptedEngine, question_set, rollout_worker
 
 
 class SavingPolicy(RecordingPolicy):
@@ -21,19 +22,13 @@ class SavingPolicy(RecordingPolicy):
 
 def make_trainer() -> Trainer:
     skill = {question: (0.25, 0.5, 0.75, 1.0)[question % 4] for question in range(24)}
-    config = configured(
-        {
-            "questions": 6,
-            "rollout": {"samples": 4, "max_tokens": 8},
-            "data": {"max_prompt_tokens": 8},
-            "experience": {"start_pass_rate": 0.0},
-        }
-    )
+    values = {"rollout": {"samples": 4, "max_tokens": 8}, "data": {"max_prompt_tokens": 8}}
+    config = configured(values, questions=6, experience={"start_pass_rate": 0.0})
     return Trainer(config, question_set(24), SavingPolicy(), rollout_worker(ScriptedEngine(skill)))
 
 
 def checkpoints(folder, *, keep=2, fingerprint="data", config=None) -> Checkpoints:
-    return Checkpoints(folder, LoneWorld(), fingerprint=fingerprint, config=config or {}, keep=keep)
+    return Checkpoints(folder, ALONE, fingerprint=fingerprint, config=config or {}, keep=keep)
 
 
 def story(trainer: Trainer, first: int, last: int) -> list[str]:

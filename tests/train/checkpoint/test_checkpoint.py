@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,43 +12,24 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from exgrpo.train.checkpoint import checkpoint
-from exgrpo.train.checkpoint.listing import (
-    FOLDER,
-    FORMAT,
-    MANIFEST,
-    Manifest,
-    SavedFile,
-    find,
-    read_manifest,
-    survey,
-    write_manifest,
-)
+from exgrpo.train.checkpoint import checkpoint, listing
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.durable import DamagedFileError
 from exgrpo.train.common.errors import CheckpointError
 from exgrpo.train.run.model_folder import write_model
-from tests.train.checkpoint.parts import SavingPolicy, checkpoints, load, make_trainer, saved_run, story
-from tests.train.fakes import LoneWorld
-
-
-def test_a_continued_trainer_takes_the_same_steps(tmp_path):
-    expected = story(make_trainer(), 1, 11)
-    first = saved_run(tmp_path, steps=(5,))
-    second = make_trainer()
-    assert checkpoints(tmp_path).load(second.policy, second) == (5, {"before": 0.5})
-    assert story(second, 6, 11) == story(first, 6, 11) == expected[5:]
+from tests.programs import printed
+from tests.train.checkpoint.parts import SavingPolicy, checkpoints, load, saved_run, story
 
 
 def test_old_checkpoints_are_rotated_with_what_only_they_needed_and_files_have_sha256sums(tmp_path):
     saved_run(tmp_path)
-    assert [found.step for found in find(tmp_path)] == [6, 4]
-    needed = {name for found in find(tmp_path) for name in found.manifest.experience}
+    assert [found.step for found in listing.find(tmp_path)] == [6, 4]
+    needed = {name for found in listing.find(tmp_path) for name in found.manifest.experience}
     assert {path.stem for path in (tmp_path / "experience").iterdir()} == needed
-    for found in find(tmp_path):
+    for found in listing.find(tmp_path):
         listed = {name: file.sha256 for name, file in found.manifest.files.items()}
-        command = ["sha256sum", *listed]
-        printed = subprocess.run(command, cwd=found.folder, capture_output=True, text=True, check=True).stdout
-        assert {line[66:]: line[:64] for line in printed.splitlines()} == listed
+        sums = printed("sha256sum", *listed, cwd=found.folder)
+        assert {line[66:]: line[:64] for line in sums.splitlines()} == listed
         names = {str(path.relative_to(found.folder)) for path in found.folder.rglob("*") if path.is_file()}
         assert names - set(listed) == {"manifest.json"}
     with pytest.raises(CheckpointError, match="other training questions"):
@@ -94,7 +74,7 @@ def test_everything_is_on_disk_before_a_model_has_its_name(tmp_path, renamed):
 
     lacking = renamed("model.unfinished")
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "tokenizer.json").touch())
-    write_model(tmp_path / "model", SimpleNamespace(save=save, world=LoneWorld()), tokenizer, ModelCard("---\n---\n"))
+    write_model(tmp_path / "model", SimpleNamespace(save=save, world=ALONE), tokenizer, ModelCard("---\n---\n"))
     assert lacking == [[]]
     assert len(list((tmp_path / "model").iterdir())) == 3
 
@@ -114,10 +94,10 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tmp_path, 
         monkeypatch.setattr(SavingPolicy, "checkpoint_bytes", 1 << 60)
     with pytest.raises(CheckpointError, match=r"step 6 .* cannot be written: .*; the last complete one is .*00000004"):
         checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
-    assert [found.step for found in find(tmp_path)] == [4, 2]
+    assert [found.step for found in listing.find(tmp_path)] == [4, 2]
     monkeypatch.undo()
     checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
-    assert find(tmp_path)[0].step == 6
+    assert listing.find(tmp_path)[0].step == 6
 
 
 class Killed(BaseException):
@@ -126,7 +106,7 @@ class Killed(BaseException):
 
 def contents(run):
     """Of the files of checkpoints, by the names of these."""
-    folders = {folder.name: folder for folder in (run / FOLDER).iterdir()}
+    folders = {folder.name: folder for folder in (run / listing.FOLDER).iterdir()}
     files = {name: [path for path in sorted(folder.rglob("*")) if path.is_file()] for name, folder in folders.items()}
     return {name: {path: path.read_bytes() for path in paths} for name, paths in files.items()}
 
@@ -147,7 +127,7 @@ def test_a_rotation_killed_midway_leaves_only_sound_checkpoints_by_name(tmp_path
         patched.setattr(checkpoint.shutil, "rmtree", half_delete)
         with pytest.raises(Killed):
             checkpoints(tmp_path).save(6, trainer.policy, trainer, {})
-    found, problems = survey(tmp_path)
+    found, problems = listing.survey(tmp_path)
     assert ([one.step for one in found], problems) == ([6, 4], [])
     before = contents(tmp_path)
     assert before["step_00000002.deleted"]
@@ -177,11 +157,11 @@ def test_a_save_killed_midway_is_gone_after_the_next_load(tmp_path, monkeypatch,
     assert contents(tmp_path) == before
 
 
-WHOLE = Manifest(
+WHOLE = listing.Manifest(
     step=20,
     fingerprint="data",
     config={"seed": 0, "output": {"name": None, "trackers": ["tensorboard"]}},
-    files={"policy/rank_00000_00000.safetensors": SavedFile(size=1000, sha256="ab" * 32)},
+    files={"policy/rank_00000_00000.safetensors": listing.SavedFile(size=1000, sha256="ab" * 32)},
     arrays="cd" * 32,
     experience={"cd" * 32: 17},
     values={"open": True, "rng": np.random.default_rng(3).bit_generator.state, "rate": 0.1 + 0.2},
@@ -194,31 +174,33 @@ def signed(content: dict) -> str:
     return json.dumps({"sha256": hashlib.sha256(json.dumps(content).encode()).hexdigest(), **content})
 
 
-def plain(manifest: Manifest = WHOLE) -> dict:
-    return {"format": FORMAT, **manifest.model_dump()}
+def plain(manifest: listing.Manifest = WHOLE) -> dict:
+    return {"format": listing.FORMAT, **manifest.model_dump()}
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_manifest(tmp_path, WHOLE)
-    assert read_manifest(tmp_path) == WHOLE
-    assert json.loads((tmp_path / MANIFEST).read_text()) == json.loads(signed(plain()))
-    write_manifest(tmp_path, WHOLE.model_copy(update={"progress": {"before": math.nan, "by step": {3: [math.inf]}}}))
-    progress = read_manifest(tmp_path).progress
+    listing.write_manifest(tmp_path, WHOLE)
+    assert listing.read_manifest(tmp_path) == WHOLE
+    assert json.loads((tmp_path / listing.MANIFEST).read_text()) == json.loads(signed(plain()))
+    listing.write_manifest(
+        tmp_path, WHOLE.model_copy(update={"progress": {"before": math.nan, "by step": {3: [math.inf]}}})
+    )
+    progress = listing.read_manifest(tmp_path).progress
     assert math.isnan(progress["before"])
     assert progress["by step"] == {"3": [math.inf]}
 
 
 @pytest.mark.parametrize("bit", [0, 5])  # the latter changes the case of letters
 def test_no_flipped_bit_goes_unseen(tmp_path, bit):
-    write_manifest(tmp_path, WHOLE)
-    content = (tmp_path / MANIFEST).read_bytes()
+    listing.write_manifest(tmp_path, WHOLE)
+    content = (tmp_path / listing.MANIFEST).read_bytes()
     unseen = []
     for place in range(len(content)):
         damaged = bytearray(content)
         damaged[place] ^= 1 << bit
-        (tmp_path / MANIFEST).write_bytes(damaged)
+        (tmp_path / listing.MANIFEST).write_bytes(damaged)
         with suppress(DamagedFileError):
-            read_manifest(tmp_path)
+            listing.read_manifest(tmp_path)
             unseen.append(place)
     assert not unseen
 
@@ -228,9 +210,9 @@ def test_no_flipped_bit_goes_unseen(tmp_path, bit):
     [b"", b"{}", b"[]", b"null", b"3", b'"step"', b"{", b"\0" * 900, b"\xff\xfe", b"[" * 100_000, b"9" * 10_000],
 )
 def test_what_is_no_manifest_is_damaged(tmp_path, content):
-    (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(DamagedFileError, match=rf"/{MANIFEST} is damaged"):
-        read_manifest(tmp_path)
-    (tmp_path / MANIFEST).unlink()
-    with pytest.raises(DamagedFileError, match=rf"/{MANIFEST} is missing"):
-        read_manifest(tmp_path)
+    (tmp_path / listing.MANIFEST).write_bytes(content)
+    with pytest.raises(DamagedFileError, match=rf"/{listing.MANIFEST} is damaged"):
+        listing.read_manifest(tmp_path)
+    (tmp_path / listing.MANIFEST).unlink()
+    with pytest.raises(DamagedFileError, match=rf"/{listing.MANIFEST} is missing"):
+        listing.read_manifest(tmp_path)

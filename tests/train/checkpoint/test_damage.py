@@ -20,9 +20,7 @@ DAMAGES = {
     "is damaged: it has 0 bytes": lambda path: path.write_bytes(b""),
     "is missing": lambda path: path.unlink(),
     # All its checksums may be right: the files of both steps can have the same sizes.
-    "is damaged: it belongs to step 4": lambda path: shutil.copyfile(
-        path.parents[1] / "step_00000004" / path.name, path
-    ),
+    "is damaged: it belongs to step 4": lambda to: shutil.copyfile(to.parents[1] / "step_00000004" / to.name, to),
 }
 
 

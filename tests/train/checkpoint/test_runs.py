@@ -3,13 +3,13 @@
 import json
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from exgrpo.train.checkpoint.listing import find
 from exgrpo.train.checkpoint.resume import FINISHED
+from tests.programs import wait_for
 from tests.train.checkpoint.parts import flip
 from tests.train.launch import MAIN, Ranks, completed
 from tests.train.run.test_run import untimed
@@ -32,12 +32,7 @@ def whole(tmp_path_factory):
 def wait_for_progress(folder, run):
     """Until the run has a complete checkpoint more than it had."""
     before = find(folder)[0].step if find(folder) else 0
-    deadline = time.monotonic() + 120
-    while run.running() and time.monotonic() < deadline:
-        found = find(folder)
-        if found and found[0].step > before:
-            return
-        time.sleep(0.02)
+    wait_for(lambda: not run.running() or (find(folder) and find(folder)[0].step > before))
 
 
 DECISIONS = ("step", "reward", "pass_rate", "generated_tokens", "replayed", "buffer_trajectories", "retired")

@@ -41,13 +41,10 @@ def programs(monkeypatch):
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
     monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
     monkeypatch.setattr(serve, "_built_for_cpu", lambda: True)
+    asked = ["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=1"]
     return {
         "run": (lambda: program.main([]), build, "load_pretrained"),
-        "evaluate": (
-            lambda: evaluate.main(["builtin:arithmetic", "--data.test=builtin:arithmetic", "--data.test_limit=1"]),
-            evaluation,
-            "load_pretrained",
-        ),
+        "evaluate": (lambda: evaluate.main(asked), evaluation, "load_pretrained"),
         "report": (lambda: report.main(["somewhere"]), page, "load_run"),
         "serve": (lambda: serve.main(["builtin:arithmetic"]), serve, "find_model"),
     }

@@ -28,18 +28,12 @@ def groups(draw, count: int, *, replayed: bool) -> list[tuple[int, list[Row]]]:
 
 def told(batch: StepBatch) -> list[tuple[int, int, list[int], float, bool, list[float], list[list[int]]]]:
     """What is known of each row."""
-    return [
-        (
-            int(number),
-            int(row.question),
-            row.token.tolist(),
-            float(row.reward),
-            bool(row.replayed),
-            row.old_log_prob.tolist(),
-            lists(row.allowed_tokens) if batch.has("allowed_tokens") else [[]] * len(row.token),
-        )
-        for number, row in zip(batch.group, rows_of(batch), strict=True)
-    ]
+    found = []
+    for number, row in zip(batch.group, rows_of(batch), strict=True):
+        words = lists(row.allowed_tokens) if batch.has("allowed_tokens") else [[]] * len(row.token)
+        of_row = int(number), int(row.question), row.token.tolist(), float(row.reward), bool(row.replayed)
+        found.append((*of_row, row.old_log_prob.tolist(), words))
+    return found
 
 
 def expected(of_groups: list[tuple[int, list[Row]]]) -> list:

@@ -12,7 +12,7 @@ import pytest
 from exgrpo.train.common import threads as module
 from exgrpo.train.common.threads import choose, look, quota
 from exgrpo.train.config.recipe import load_recipe
-from tests.train.launch import MAIN, launch
+from tests.train.launch import MAIN, completed, launch
 
 FOUR = set(range(4))
 SPIN = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
@@ -135,6 +135,5 @@ def test_a_run_says_its_threads_and_keeps_them(tmp_path):
     engine = load_recipe(tmp_path / "run" / "config.yaml").rollout.engine
     assert engine != "auto", "the run keeps the engine that it has chosen"
     assert f"rollouts by {engine}" in first.stdout
-    goes_on = launch(MAIN, f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
-    assert goes_on.returncode == 0, goes_on.stderr
+    goes_on = completed(MAIN, f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
     assert "1 thread in each process: distributed.threads; the run began with 2" in goes_on.stdout

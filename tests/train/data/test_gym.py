@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import DataError
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data import gym
@@ -14,7 +13,7 @@ from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.reward.form import Graded, elsewhere
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
-from tests.train.fakes import LoneWorld
+from tests.programs import python
 from tests.train.launch import ROOT
 
 SOURCE = "reasoning_gym:countdown?max_numbers=3&min_numbers=3"
@@ -89,9 +88,8 @@ def test_every_process_has_the_same_questions():
         "print([row.question for row in read_rows('reasoning_gym:word_ladder', split='train', limit=5, seed=0)])\n"
     )
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}  # this process has another one
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True, text=True)
     here = [row.question for row in rows("reasoning_gym:word_ladder", limit=5)]
-    assert done.stdout == f"{here}\n"
+    assert python("-c", program, env=env) == f"{here}\n"
 
 
 def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():
@@ -119,7 +117,7 @@ def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():
             assert set(grades.key[:6]) == {hashed(" ".join(answer.split()))}
             assert grades.key[-2:] == (0, 0)
         stated = Graded(f"Answer: {answer}", row.gold, gym.REWARD)
-        assert elsewhere(RewardConfig(workers=1, time_limit=60), [stated], LoneWorld()) == ("line", 1)
+        assert elsewhere(RewardConfig(workers=1, time_limit=60), [stated], ALONE) == ("line", 1)
         (row,) = rows("reasoning_gym:prime_factorization", limit=1)
         grades = grader.grade([("no number", row.gold)])
         assert (grades.reward, grades.failed) == ((0.0,), 0), "what a verifier cannot read is wrong and no failure"

@@ -43,18 +43,10 @@ def make_tokenizer(chat_template=CHAT_TEMPLATE):
 TOKENIZER = make_tokenizer()
 BASE_TOKENIZER = make_tokenizer(None)
 
-PAPER_ROW = {
-    "data_source": "olympiad",
-    "prompt": [
-        {"role": "system", "content": "Think first."},
-        {"role": "user", "content": "An example?"},
-        {"role": "assistant", "content": "Yes."},
-        {"role": "user", "content": "What is 6 * 7?"},
-    ],
-    "ability": "math",
-    "reward_model": {"ground_truth": "42", "style": "rule"},
-    "extra_info": {"index": 0, "split": "default"},
-}
+TURNS = (("system", "Think first."), ("user", "An example?"), ("assistant", "Yes."), ("user", "What is 6 * 7?"))
+PAPER_ROW = {"data_source": "olympiad", "prompt": [{"role": role, "content": text} for role, text in TURNS]}
+PAPER_ROW |= {"ability": "math", "reward_model": {"ground_truth": "42", "style": "rule"}}
+PAPER_ROW |= {"extra_info": {"index": 0, "split": "default"}}
 
 
 def load(source, tokenizer, **options):

@@ -1,9 +1,12 @@
-"""What holds for every built-in task: its splits, its difficulties, its reward, and the model that ships for it."""
+"""What holds for every built-in task, its splits, difficulties, reward and model; the problems of the default run."""
 
 import inspect
+from hashlib import sha256
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.errors import DataError
@@ -11,6 +14,9 @@ from exgrpo.train.common.functions import find_module, model_names, module_names
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.data import tasks
 from exgrpo.train.data.files import TASKS
+from exgrpo.train.data.tasks import split_of_key
+from exgrpo.train.data.tasks.arithmetic import LEVELS, _canonical, generate, worked_solution
+from exgrpo.train.reward import grading
 from exgrpo.train.reward.names import resolve_reward
 
 NAMES = module_names(TASKS, "generate")
@@ -85,13 +91,9 @@ def test_the_model_answers_in_the_format_and_some_of_the_time_right(task):
     model = AutoModelForCausalLM.from_pretrained(task.MODEL_FOLDER)
     problems = task.generate("test", 128, 11)
     tokenizer.padding_side = "left"
-    prompts = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": problem.question}] for problem in problems],
-        add_generation_prompt=True,
-        padding=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    messages = [[{"role": "user", "content": problem.question}] for problem in problems]
+    padded = {"padding": True, "return_tensors": "pt", "return_dict": True}
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **padded)
     torch.manual_seed(0)
     output = model.generate(**prompts, do_sample=True, max_new_tokens=recipe.rollout.max_tokens)
     texts = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -115,3 +117,42 @@ def test_questions_fit_and_survive_the_tokenizer(task, difficulty):
 @pytest.mark.parametrize("name", ["", "nothing", "files", "questions", "..pool", "math:math", "arithmetic.generate"])
 def test_what_is_no_task_is_not_found(name):
     assert find_module(TASKS, name, "generate") is None
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_answers_are_right_and_problems_differ(split):
+    problems = generate(split, 600, seed=3)
+    assert len({problem.expression for problem in problems}) == 600
+    assert {problem.level for problem in problems} == set(LEVELS)
+    for problem in problems:
+        assert problem.expression in problem.question
+        assert int(problem.answer) == eval(problem.expression, {"__builtins__": {}}) >= 0
+        assert split_of_key(_canonical(problem.expression)) == split
+
+
+def test_the_default_problems_stay_those_that_the_shipped_model_was_made_from():
+    digest = sha256()
+    for split in SPLITS:
+        for seed in (0, 7):
+            problems = [(p.question, p.answer, p.expression, p.level) for p in generate(split, 1000, seed)]
+            digest.update(repr(problems).encode())
+    assert digest.hexdigest() == "bad2743232b521c8fbee582cc1c65d87ea804c355b3f21d1b006b5a0736d19db"
+
+
+def test_a_greater_difficulty_has_higher_levels():
+    levels = [[p.level for p in generate("train", 400, 3, difficulty=difficulty)] for difficulty in (1, 2, 3, 4)]
+    means = [sum(of_difficulty) / 400 for of_difficulty in levels]
+    assert means == sorted(means)
+    assert [set(of_difficulty) for of_difficulty in levels] == [{1, 2}, set(LEVELS), set(LEVELS), {3, 4}]
+
+
+@given(st.integers(0, 10_000))
+def test_worked_solutions_are_right_and_those_with_slips_follow_from_them(seed):
+    (problem,) = generate("train", 1, seed=seed)
+    solution = worked_solution(problem.expression)
+    assert grading.math(solution, problem.answer) == 1.0
+    for column in solution.removeprefix("<think>").split("</think>")[0].replace("; ", ", ").split(", "):
+        left, _, right = column.split(": ")[-1].partition(" = ")
+        assert eval(left, {"__builtins__": {}}) == int(right)
+    # A slip in every column shows in some column, whatever becomes of the result.
+    assert worked_solution(problem.expression, lambda: True) != solution

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer, models
 from exgrpo.tools.evaluate import __main__ as program
 from exgrpo.tools.evaluate import evaluation
 from exgrpo.train.common import distributed, process
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import OutputError, os_errors_as
 from exgrpo.train.metrics.log_files import METRICS, SAMPLES, Sample
 from exgrpo.train.metrics.run_log import RunLog, TensorBoard
 from exgrpo.train.run.model_folder import write_model
-from tests.train.fakes import LoneWorld
 
 FULL = "/dev/full"
 WAY_ON = r"cannot be written: No space left on device\. Make room there and start again with --resume auto"
@@ -68,14 +68,14 @@ def test_libraries_that_name_the_error_of_the_system_in_a_text_are_understood():
 def test_a_model_that_cannot_be_saved_is_named(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(OutputError, match=rf"/model {WAY_ON}"):
-        write_model(tmp_path / "model", SimpleNamespace(save=refuse, world=LoneWorld()), None, None)
+        write_model(tmp_path / "model", SimpleNamespace(save=refuse, world=ALONE), None, None)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]  # the one before stays
 
 
 def test_scores_that_cannot_be_written_are_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / program.SCORES).symlink_to(FULL)
     monkeypatch.setattr(process, "stop_on_signals", lambda: None)  # the signals of this process are pytest's
-    monkeypatch.setattr(distributed, "start", lambda **_: LoneWorld())
+    monkeypatch.setattr(distributed, "start", lambda **_: ALONE)
     monkeypatch.setattr(evaluation, "run", lambda options, world, resources: {})
     monkeypatch.setattr(program, "average", lambda scores: 0.5)
     questions = ("--data.test=builtin:arithmetic", "--data.test_limit=1")

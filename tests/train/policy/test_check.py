@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from exgrpo.tools import serve
 from exgrpo.tools.evaluate.evaluation import run as run_evaluation
 from exgrpo.tools.evaluate.options import EvaluationOptions
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError, ModelError
 from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.data.questions import Question
@@ -25,7 +26,7 @@ from exgrpo.train.rollout.registry import choose_engine
 from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, one_of_two
+from tests.train.fakes import one_of_two
 
 UP, HEAD, NORM = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
 
@@ -324,7 +325,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(arithmetic):
 def chosen(length, path="builtin:arithmetic", overrides=None):
     config = configured({"data": {"max_prompt_tokens": 12}, "rollout": {"max_tokens": length - 12}})
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "transformers"})})
-    return choose_engine(training_settings(config, load_pretrained(path, overrides)), LoneWorld()).name
+    return choose_engine(training_settings(config, load_pretrained(path, overrides)), ALONE).name
 
 
 def test_fp16_is_refused_where_pytorch_has_no_products_for_it():
@@ -365,7 +366,7 @@ def test_evaluation_and_servers_ask_too(arithmetic, tmp_path):
         output={"folder": tmp_path / "evaluation"},
     )
     with ExitStack() as resources, pytest.raises(ValueError, match=message):
-        run_evaluation(options, LoneWorld(), resources)
+        run_evaluation(options, ALONE, resources)
     assert not options.output.folder.exists()
     with pytest.raises(ValueError, match=message):
         serve.build([str(folder)], on_cpu=True)

@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import dataclasses
 import math
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,16 +31,8 @@ WIDE = NARROW["token_mask"]
 def compared(seed: int = 0) -> StepBatch:
     """Answers that the engine has sampled, the third one with tokens of an environment, and a replayed one."""
     rng = np.random.default_rng(seed)
-    rows = [
-        Row(
-            1.0,
-            range(n),
-            rng.normal(-2, 1, n),
-            response_mask=np.arange(n) % 3 > 0 if i == 2 else True,
-            old_log_probs_from=ENGINE,
-        )
-        for i, n in enumerate(LENGTHS)
-    ]
+    rows = [Row(1.0, range(n), rng.normal(-2, 1, n), old_log_probs_from=ENGINE) for n in LENGTHS]
+    rows[2] = dataclasses.replace(rows[2], response_mask=np.arange(LENGTHS[2]) % 3 > 0)
     batch = make_batch([(0, [*rows, Row(1.0, range(4), -3.0, replayed=True, old_log_probs_from=ENGINE)])])
     moved = rng.normal(np.repeat([0, 0.1, -0.1, 0, 0.05, 0, 0], [*LENGTHS, 4]), SPREAD)
     batch.fill(log_prob=batch.old_log_prob + moved, advantage=[*ADVANTAGE, 1.0])

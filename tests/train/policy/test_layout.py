@@ -34,18 +34,11 @@ def rows(rng, lengths, *, observing=False, shared=0):
     prompts = [np.concatenate([begin, prompt]) for prompt in prompts]
     responses = [rng.integers(3, tiny.VOCABULARY, length).astype(np.int32) for length in lengths]
     written = [np.arange(length) % 3 != 1 if observing else None for length in lengths]
-    batch = StepBatch.from_answers(
-        [prompts[i % 3] for i in range(len(lengths))],
-        [
-            Rollout(
-                response,
-                True,
-                response_mask=own,
-                allowed_tokens=AllowedTokens.from_lists(sets(response * own)) if observing else None,
-            )
-            for response, own in zip(responses, written, strict=True)
-        ],
-    )
+    rollouts = []
+    for response, own in zip(responses, written, strict=True):
+        words = AllowedTokens.from_lists(sets(response * own)) if observing else None
+        rollouts.append(Rollout(response, True, response_mask=own, allowed_tokens=words))
+    batch = StepBatch.from_answers([prompts[i % 3] for i in range(len(lengths))], rollouts)
     batch.fill(
         replayed=rng.integers(2, size=len(lengths)),
         advantage=rng.normal(size=len(lengths)),

@@ -41,17 +41,10 @@ def micro_batch(model, temperature, *, cut=False):
     """
     inputs = tiny.batch()
     target = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-    batch = MicroBatch(
-        inputs["input_ids"],
-        target,
-        int((target >= 0).sum()),
-        torch.zeros(0),
-        torch.tensor([0.7, -0.4])[:, None].expand(target.shape),
-        torch.tensor([False, True])[:, None].expand(target.shape),
-        (target >= 0).sum(1),
-        int((target >= 0).sum()),
-        allowed_tokens=allowed_sets(target) if cut else None,
-    )
+    own, tokens = (target >= 0).sum(1), int((target >= 0).sum())
+    of_rows = [torch.tensor(values)[:, None].expand(target.shape) for values in ([0.7, -0.4], [False, True])]
+    sets = allowed_sets(target) if cut else None
+    batch = MicroBatch(inputs["input_ids"], target, tokens, torch.zeros(0), *of_rows, own, tokens, allowed_tokens=sets)
     log_prob = own_scores(model, batch, temperature)[0].detach()
     noise = torch.randn(target.shape, generator=torch.Generator().manual_seed(3))
     old = ((log_prob + 0.3 * noise) * (target >= 0)).float()

@@ -33,6 +33,10 @@ def of_rows(case):
 
 ENTROPY, NO_ENTROPY = {"entropy_coef": 0.01}, {"entropy_coef": 0.0}
 WHOLE = {"surrogate": "gspo", "clip": [0.1, 0.2], "normalize": "sequence"}
+WITH_KL = {"objective": {**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, "observing": True}
+OAPL = {"surrogate": "oapl", "baseline": "log_mean_exp", "beta1": 0.5, "beta2": 0.1}
+K2 = {"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"}
+CISPO = {"surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token"}
 CASES = {
     "tied": case("tied", objective=ENTROPY),
     "no clip, token mean": case(
@@ -54,21 +58,8 @@ CASES = {
     ),
     "saved adapters": case("untied", objective=ENTROPY, lora={"path": "adapters"}),
     "whole answers": case("untied", objective={**WHOLE, **ENTROPY}),
-    "bounded weights": case(
-        "tied", objective={**NO_ENTROPY, "surrogate": "cispo", "clip": [1.0, 0.5], "normalize": "token"}
-    ),
-    "regression": case(
-        "tied",
-        "clipped",
-        objective={
-            **NO_ENTROPY,
-            "surrogate": "oapl",
-            "baseline": "log_mean_exp",
-            "beta1": 0.5,
-            "beta2": 0.1,
-            "normalize": "answer",
-        },
-    ),
+    "bounded weights": case("tied", objective={**NO_ENTROPY, **CISPO}),
+    "regression": case("tied", "clipped", objective={**NO_ENTROPY, **OAPL, "normalize": "answer"}),
     "regression beside shaped tokens": case(
         "untied", objective={**ENTROPY, "surrogate": "oapl", "beta2": 0.1, "normalize": "sequence"}, observing=True
     ),
@@ -76,19 +67,11 @@ CASES = {
     # The reference is the policy at first: without an entropy bonus, some gradients would be rounding alone.
     "divergence": case("tied", objective={"kl_coef": 0.5, "entropy_coef": 0.05}, temperature=0.8),
     "divergence, checkpointing": case("tied", objective={**NO_ENTROPY, "kl_coef": 0.5, "kl": "k1"}, checkpointing=True),
-    "divergence, adapters": case(
-        "untied",
-        objective={"kl_coef": 2.0, "kl": "k2", "kl_corrected": False, "surrogate": "gspo"},
-        lora={"rank": 3, "alpha": 60, "head": True},
-    ),
+    "divergence, adapters": case("untied", objective=K2, lora={"rank": 3, "alpha": 60, "head": True}),
     "observations": case("tied", objective={**ENTROPY, "normalize": "token"}, observing=True),
-    "observations, whole answers": case(
-        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True
-    ),
+    "observations, whole answers": case("untied", **WITH_KL),
     "allowed tokens": case("tied", objective=ENTROPY, temperature=0.8, allowed_tokens=True),
-    "allowed tokens, whole answers": case(
-        "untied", objective={**WHOLE, "entropy_coef": 0.05, "kl_coef": 0.5}, observing=True, allowed_tokens=True
-    ),
+    "allowed tokens, whole answers": case("untied", **WITH_KL, allowed_tokens=True),
     "scaled logits": case("granite", objective=ENTROPY, temperature=0.6),
     "poison": case("tied", poison=True),
     "bf16": case("tied", dtype="bf16"),

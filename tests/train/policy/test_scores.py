@@ -133,12 +133,8 @@ class ScoresAll(Replay):
 @pytest.mark.parametrize("behaviour", ["trainer", "engine"])
 @pytest.mark.parametrize("recipe", ["on_policy", "exgrpo", "bapo", "rollout_level", "dynamic_sampling", "arnal_fifo"])
 def test_leaving_answers_out_changes_no_update_and_nothing_that_is_stored(recipe, behaviour, minibatches):
-    own = {
-        "experience": {"start_pass_rate": 0.0},
-        "objective": {"entropy_coef": 0.0},
-        "optimizer": {"minibatches": minibatches},
-        "rollout": {"samples": K, "max_tokens": 8, "behaviour": behaviour},
-    }
+    own = {"experience": {"start_pass_rate": 0.0}, "objective": NO_BONUS, "optimizer": {"minibatches": minibatches}}
+    own |= {"rollout": {"samples": K, "max_tokens": 8, "behaviour": behaviour}}
     values = merged(read_recipe(REPLAY / f"{recipe}.yaml"), own)
     skill = dict(enumerate([0.0, 0.25, 0.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.25, 0.0, 0.0, 0.0, 0.75, 0.0] * 2))
     ours, theirs = make(skill, **values), make(skill, **values)
@@ -168,15 +164,9 @@ def test_entropies_are_means_over_the_answers_that_are_scored():
     entropy = fake_score(batch.token, 0).entropy
     known = batch.by_token(batch.question[batch.group] != 2)
     assert result.metrics["entropy"] == pytest.approx(entropy[known].mean())
-    of_row = {
-        right: [
-            batch.row_values(row, entropy).mean()
-            for row in range(len(batch))
-            if batch.question[batch.group[row]] == 1 and batch.reward[row] == right
-        ]
-        for right in (0, 1)
-    }
-    assert result.metrics["entropy_gap"] == pytest.approx(np.mean(of_row[0]) - np.mean(of_row[1]), rel=1e-5)
+    means = np.array([batch.row_values(row, entropy).mean() for row in range(len(batch))])
+    wrong, right = (means[(batch.question[batch.group] == 1) & (batch.reward == reward)] for reward in (0, 1))
+    assert result.metrics["entropy_gap"] == pytest.approx(wrong.mean() - right.mean(), rel=1e-5)
     nothing = make({0: 0.0, 1: 0.0, 2: 0.0}, questions=3, objective=NO_BONUS, optimizer=ONE)
     assert np.isnan(nothing.step(1).metrics["entropy"])
     assert passes(nothing) == []

@@ -5,20 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from exgrpo.train.common.errors import ModelError
 from exgrpo.train.policy.flops import forward_flops
@@ -126,35 +115,20 @@ def test_activations_are_the_tensors_saved_for_the_backward_pass(dtype, kv_heads
 
 LONG, WINDOW = 40, 8
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
 MODELS = {
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "wide heads": LlamaConfig(**SIZES, head_dim=24),
-    "gpt2": GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, head_dim=16),
-    "deepseek_v3": DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4},
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
+    "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, head_dim=16
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **SIZES | LATENT | EXPERTS | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
     ),
 }
 
@@ -197,9 +171,9 @@ def test_tokens_behind_a_prompt_take_the_difference():
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
-        (MistralConfig(**SIZES, sliding_window=WINDOW), 3),
-        (Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=WINDOW, layer_types=KINDS), 2),
-        (MistralConfig(**SIZES, sliding_window=None), 0),
+        (transformers.MistralConfig(**SIZES, sliding_window=WINDOW), 3),
+        (transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=WINDOW, layer_types=KINDS), 2),
+        (transformers.MistralConfig(**SIZES, sliding_window=None), 0),
     ],
 )
 def test_windows_bound_what_a_token_attends_to(config, windows):
@@ -214,7 +188,7 @@ def test_windows_bound_what_a_token_attends_to(config, windows):
 
 
 def test_a_configuration_without_attention_counts_its_matrices():
-    config = MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=4)
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=4)
     with torch.device("meta"):
         flops = forward_flops(AutoModelForCausalLM.from_config(config))
     assert flops.decoder_flops(LONG) == 2 * flops.linear * LONG > 0

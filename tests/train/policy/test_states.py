@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import CheckpointError
 from exgrpo.train.config.policy import OptimizerConfig
 from exgrpo.train.policy.engine import WholeEngine, rate_factor
@@ -15,7 +16,6 @@ from exgrpo.train.policy.policy import Policy
 from exgrpo.train.policy.states import WholeStates, load_states, save_states, save_training
 from tests.train import tiny
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, completed
 from tests.train.policy.states_worker import CASES
 
@@ -154,7 +154,7 @@ def test_a_run_of_more_steps_goes_on_at_its_own_rate(tmp_path):
         made = object.__new__(Policy)
         options = {"lr": 1e-3, "schedule": "linear"}
         made.engine = WholeEngine(nn.Linear(2, 1), configured(steps=steps, optimizer=options))
-        made.states, made.world = WholeStates(made.engine), LoneWorld()
+        made.states, made.world = WholeStates(made.engine), ALONE
         return made
 
     first = policy(4)

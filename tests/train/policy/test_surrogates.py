@@ -108,15 +108,6 @@ def test_the_gradient_of_a_regression_is_proportional_to_the_advantage_less_the_
     assert (log_prob.grad != 0).all()
 
 
-@pytest.mark.parametrize("name", HOMOGENEOUS)
-@given(factor=st.floats(0, 100), seed=st.integers(0, 1000))
-def test_surrogates_are_homogeneous_in_the_advantage(name, factor, seed):
-    _, tokens = of_answers(seed)
-    more = dataclasses.replace(tokens, advantage=factor * tokens.advantage)
-    one, other = (SURROGATES.find(name)(each, OPTIONS).value.sum() for each in (tokens, more))
-    torch.testing.assert_close(factor * one, other, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", SURROGATES.names)
 def test_a_surrogate_of_no_answers_has_a_gradient(name):
     log_prob = torch.zeros(0, requires_grad=True)

@@ -35,16 +35,10 @@ def main(result: Path, cases: list[dict]) -> None:
             batches[0] = tiny.poisoned(batches[0])
         stats = [policy.update(minibatch, clip=clip, term=term) for minibatch in batches]
         score = policy.score(tiny.step_batch(**of_rows), policy.temperature)
-        outcomes.append(
-            {
-                "stats": [vars(s) for s in stats],
-                "sharded": sharded,
-                "weights": {name: weight.clone() for name, weight in policy.weights()},
-                "log_prob": torch.from_numpy(score.log_prob),
-                "frequencies": policy.model.get_decoder().rotary_emb.inv_freq,
-                "entropy": torch.from_numpy(score.entropy),
-            }
-        )
+        found = {"stats": [vars(s) for s in stats], "frequencies": policy.model.get_decoder().rotary_emb.inv_freq}
+        found |= {name: torch.from_numpy(getattr(score, name)) for name in ("log_prob", "entropy")}
+        weights = {name: weight.clone() for name, weight in policy.weights()}
+        outcomes.append({**found, "sharded": sharded, "weights": weights})
     if world.is_main:
         torch.save(outcomes, result)
 

@@ -42,19 +42,12 @@ def remembering(questions: int, samples: int = K, *, success: float = 1.0, retir
 
 REWARDS = [-0.5, 0.0, 0.1, 0.25, 0.7, 1.0]
 
-continuous_steps = st.lists(
-    st.lists(
-        st.tuples(
-            st.integers(0, QUESTIONS - 1),
-            st.lists(st.sampled_from(REWARDS), min_size=K, max_size=K),
-            st.integers(0, 3),  # responses overlap between steps: duplicates happen
-            st.booleans(),
-        ),
-        max_size=4,
-        unique_by=lambda entry: entry[0],
-    ),
-    max_size=12,
+# Responses overlap between steps: duplicates happen.
+ENTRY = st.tuples(
+    *(st.integers(0, QUESTIONS - 1), st.lists(st.sampled_from(REWARDS), min_size=K, max_size=K)),
+    *(st.integers(0, 3), st.booleans()),
 )
+continuous_steps = st.lists(st.lists(ENTRY, max_size=4, unique_by=lambda entry: entry[0]), max_size=12)
 
 
 @given(continuous_steps, st.booleans(), st.sampled_from([0.7, 1.0]))

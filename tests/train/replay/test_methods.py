@@ -24,34 +24,23 @@ from tests.train.trainers import K, make, updated
 QUESTIONS = 24
 SKILL = {question: (0.0, 0.25, 0.5, 1.0)[question % 4] for question in range(QUESTIONS)}
 SHARED = {"admit": "all", "expire": []}
+
+
+def of(weigh=None, **experience):
+    """Sections of a method."""
+    return {"experience": experience, **({"objective": {"weigh": weigh}} if weigh else {})}
+
+
 METHODS = {
-    "mixed": {"experience": {"replayed": 2}},
-    "appended": {"experience": {**SHARED, "replayed": 2}},
-    "beside": {"experience": {**SHARED, "prioritise": "advantage", "advantage": "stored", "max_age": 3}},
-    "buffer": {
-        "experience": {
-            **SHARED,
-            "prioritise": "random",
-            "advantage": "stored",
-            "capacity": 60,
-            "repeat": 0.5,
-            "cooldown": 1,
-        }
-    },
-    "in_place": {
-        "experience": {"expire": [], "prioritise": "newest", "admit": "with_advantage", "max_uses": 2},
-        "objective": {"weigh": "decoupled"},
-    },
-    "traced": {"experience": {"replayed": 2}},
-    "stale": {"experience": {**SHARED, "lag": 1}, "objective": {"weigh": "second_moment"}},
-    "rehearsal": {
-        "experience": {"expire": [], "prioritise": "least_used", "admit": "solutions"},
-        "objective": {"weigh": "likelihood"},
-    },
-    "bapo": {
-        "experience": {"expire": [], "prioritise": "random", "admit": "in_band"},
-        "objective": {"weigh": "clipped"},
-    },
+    "mixed": of(replayed=2),
+    "appended": of(**SHARED, replayed=2),
+    "beside": of(**SHARED, prioritise="advantage", advantage="stored", max_age=3),
+    "buffer": of(**SHARED, prioritise="random", advantage="stored", capacity=60, repeat=0.5, cooldown=1),
+    "in_place": of("decoupled", expire=[], prioritise="newest", admit="with_advantage", max_uses=2),
+    "traced": of(replayed=2),
+    "stale": of("second_moment", **SHARED, lag=1),
+    "rehearsal": of("likelihood", expire=[], prioritise="least_used", admit="solutions"),
+    "bapo": of("clipped", expire=[], prioritise="random", admit="in_band"),
 }
 
 
@@ -234,19 +223,10 @@ def test_a_surrogate_that_does_not_go_with_the_other_options_is_named(objective,
 
 
 def test_what_is_replayed_is_as_it_was_stored():
-    replay = Replay(
-        MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored"), 2), 3, seed=0
-    )
-    row = Row(
-        1.0,
-        (5, 6, 7),
-        (-0.1, 0.0, -0.3),
-        response_mask=(True, False, True),
-        key=8,
-        step=4,
-        penalty=0.25,
-        old_log_probs_from=ENGINE,
-    )
+    options = ExperienceConfig(start_pass_rate=0.0, trajectory="random", advantage="stored")
+    replay = Replay(MethodOptions(options, 2), 3, seed=0)
+    more = {"response_mask": (True, False, True), "key": 8, "step": 4, "penalty": 0.25, "old_log_probs_from": ENGINE}
+    row = Row(1.0, (5, 6, 7), (-0.1, 0.0, -0.3), **more)
     replay.store(make_batch([(2, [row, Row(0.0)])]), 4)
     for times in (1, 2):
         selected = replay.select([PlannedGroup(1, 2), PlannedGroup(2, 1, 1)], lambda _: pytest.fail("no rule asks"))

@@ -31,22 +31,13 @@ from exgrpo.train.trainer import Trainer
 from tests.train import tiny
 from tests.train.batches import Row, make_batch, rows_of, trajectories
 from tests.train.configs import configured
-from tests.train.fakes import EOS, LoneWorld, RecordingPolicy, ScriptedEngine, ScriptedGrader, question_set
+from tests.train.fakes import EOS, RecordingPolicy, ScriptedEngine, ScriptedGrader, question_set
 from tests.train.replay.test_compose import COMPOSES, graded, replaying
 from tests.train.replay.test_methods import same, untimed
 
 K = 4
-STEERED = {
-    "ratio": 0.0,
-    "repeat": 0.5,
-    "prefix": "steered",
-    "band": (0.0, 1.0),
-    "cooldown": 1,
-    "admit": "all",
-    "prioritise": "random",
-    "expire": (),
-    "start_pass_rate": 0.0,
-}
+STEERED = {"prefix": "steered", "repeat": 0.5, "cooldown": 1, "band": (0.0, 1.0), "ratio": 0.0}
+STEERED |= {"admit": "all", "prioritise": "random", "expire": (), "start_pass_rate": 0.0}
 
 
 def odd(text):
@@ -65,9 +56,8 @@ class NoisyEngine(ScriptedEngine):
         for i, request in enumerate(requests):
             for sample in range(request.count):
                 rng = np.random.default_rng([request.seed, sample])
-                ids = np.array([*rng.integers(10, 90, rng.integers(2, 7)), EOS], np.int32)[
-                    : request.sampling.max_tokens
-                ]
+                ids = np.array([*rng.integers(10, 90, rng.integers(2, 7)), EOS], np.int32)
+                ids = ids[: request.sampling.max_tokens]
                 log_prob = (-(ids % 7 + 1) / 10).astype(np.float32) if request.sampling.log_prob else None
                 yield Finished(i, sample, Rollout(ids, ids[-1] == EOS, log_prob=log_prob))
 
@@ -75,7 +65,7 @@ class NoisyEngine(ScriptedEngine):
 def trainer(experience=STEERED, questions=12, **sections):
     values = {"questions": 6, "rollout": {"samples": K, "max_tokens": 12}, "data": {"max_prompt_tokens": 8}}
     config = configured(values, {"experience": experience, "optimizer": {"minibatches": 2}}, sections)
-    worker = RolloutWorker(NoisyEngine({}), ScriptedGrader(odd), words, LoneWorld())
+    worker = RolloutWorker(NoisyEngine({}), ScriptedGrader(odd), words, ALONE)
     return Trainer(config, question_set(questions), RecordingPolicy(), worker)
 
 
@@ -95,18 +85,12 @@ def folder(tmp_path_factory):
 
 def updates(folder, objective):
     """Mini-batches of a run of a tiny model, each with the weights before it, and the plan of each step."""
-    values = {
-        "policy": {"path": str(folder), "dtype": "fp32", "compile": "none"},
-        "data": {"max_prompt_tokens": 8},
-        "rollout": {"max_tokens": 24, "samples": K},
-        "objective": {"entropy_coef": 0.05, **objective},
-        "optimizer": {"lr": 1e-3, "minibatches": 2},
-    }
+    values = {"policy": {"path": str(folder), "dtype": "fp32", "compile": "none"}, "data": {"max_prompt_tokens": 8}}
+    values |= {"rollout": {"max_tokens": 24, "samples": K}, "objective": {"entropy_coef": 0.05, **objective}}
+    values |= {"optimizer": {"lr": 1e-3, "minibatches": 2}}
     config, source = configured(values, questions=4, experience=STEERED), find_model(str(folder))
-    policy, engine = (
-        Policy(config, source, ALONE),
-        TransformersEngine(tiny.engine_settings(folder, max_tokens=24), ALONE),
-    )
+    policy = Policy(config, source, ALONE)
+    engine = TransformersEngine(tiny.engine_settings(folder, max_tokens=24), ALONE)
     worker = RolloutWorker(engine, ScriptedGrader(odd), words, ALONE)
     run = Trainer(config, question_set(6), policy, worker, make_reference(config, source, policy))
     take, plan, seen, prefixes = policy.update, run.replay.plan, [], {}
@@ -223,27 +207,13 @@ def test_a_prefix_is_of_a_success_or_a_failure_by_the_sign_of_its_share_and_leav
     replay.memory.table.remove(
         [row for row in replay.memory.table.rows_of_question(7) if replay.memory.table.value("reward", row)]
     )
-    groups = {group.question: group for group in replay.plan(8, 2)}
-    assert len(groups) == 8
+    groups = sorted(replay.plan(8, 2), key=lambda group: group.question)
     # Answers have three tokens: (step, number, question), and the first two of four are right.
-    expected = {
-        0: (2, (0, 1)),
-        1: (1, None),
-        2: (1, None),
-        3: (0, None),
-        4: (1, None),
-        5: (1, None),
-        6: (2, (2, 3)),
-        7: (0, None),
-    }
-    for question, (size, numbers) in expected.items():
-        group = groups[question]
-        assert len(group.prefix) == size
-        assert group.given == (replay.memory.given[question] if size else 0)
-        assert numbers is None or group.prefix[1] in numbers
-    assert planned_from(json.loads(json.dumps(numbers_of(list(groups.values()), replay.memory.table.rows())))) == list(
-        groups.values()
-    )
+    assert [len(group.prefix) for group in groups] == [2, 1, 1, 0, 1, 1, 2, 0]
+    assert groups[0].prefix[1] in (0, 1)
+    assert groups[6].prefix[1] in (2, 3)
+    assert [group.given for group in groups] == [1, 0.5, 0.01, 0, -0.01, -0.5, -1, 0]
+    assert planned_from(json.loads(json.dumps(numbers_of(groups, replay.memory.table.rows())))) == groups
 
 
 def test_lengths_of_random_shares_are_uniform_and_of_successes_alone():
@@ -260,7 +230,7 @@ def test_lengths_of_random_shares_are_uniform_and_of_successes_alone():
     assert np.abs(np.bincount(sizes)[1:] - 200).max() < 60
 
 
-def test_groups_with_a_prefix_are_in_no_pass_rate_bucket_or_buffer_and_retire_nothing():
+def test_groups_with_a_prefix_are_in_no_pass_rate_bucket_or_buffer_and_retire_or_open_nothing():
     options = {**STEERED, "expire": ("retirement",), "ratio": 0.5}
     plain, aided = (replaying("mixed", 8, {q: 1 + q % 2 for q in range(6)}, **options) for _ in range(2))
     fresh, right = graded({6: 1}, 3), {0: K, 1: 0, 2: K}
@@ -268,7 +238,8 @@ def test_groups_with_a_prefix_are_in_no_pass_rate_bucket_or_buffer_and_retire_no
     groups = graded(right, 3)
     groups.fill(given=np.repeat([0.5, 0.5, -0.5], K))
     assert not aided.admitted(groups).any()
-    other = aided.store(groups.append_groups(graded({6: 1}, 3)), 3)
+    mixed = groups.append_groups(graded({6: 1}, 3))
+    other = aided.store(mixed, 3)
     assert report.pass_rate == other.pass_rate == 1 / K
     before, after = plain.memory.arrays(), aided.memory.arrays()
     for name in set(before) - {"asked", "times", "given"}:
@@ -282,14 +253,9 @@ def test_groups_with_a_prefix_are_in_no_pass_rate_bucket_or_buffer_and_retire_no
     only.fill(given=np.full(K, 0.1))
     assert math.isnan(aided.store(only, 4).pass_rate)
     assert aided.in_band(only, "hard").all()
-
-
-def test_they_do_not_open_replay():
-    replay = replaying("mixed", 8, **{**STEERED, "start_pass_rate": 0.5})
-    batch = graded({0: K, 1: 1}, 1)
-    batch.fill(given=np.repeat([0.5, 0.0], K))
-    replay.store(batch, 1)
-    assert not replay.open
+    begun = replaying("mixed", 8, **{**STEERED, "start_pass_rate": 0.5})
+    begun.store(mixed, 3)
+    assert not begun.open
 
 
 @pytest.mark.parametrize("compose", COMPOSES)

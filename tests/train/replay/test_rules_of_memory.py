@@ -83,20 +83,9 @@ class Model:
         for row in self.admitted(rows):
             replays = sum(old["replays"] for old in self.rows if self.same(old, question, row))
             self.rows = [old for old in self.rows if not self.same(old, question, row)]
-            self.rows.append(
-                {
-                    "response": row.response,
-                    "log_prob": row.log_prob,
-                    "question": question,
-                    "step": row.step,
-                    "reward": row.reward,
-                    "length": len(row.response),
-                    "key": row.key,
-                    "advantage": (row.reward - mean) / spread,
-                    "accuracy": right / shown,
-                    "replays": replays,
-                }
-            )
+            known = {name: getattr(row, name) for name in ("response", "log_prob", "step", "reward", "key")}
+            known |= {"question": question, "length": len(row.response), "accuracy": right / shown}
+            self.rows.append({**known, "advantage": (row.reward - mean) / spread, "replays": replays})
         if most := self.options.get("max_per_question"):
             own = [row for row in self.rows if row["question"] == question]
             self.rows = [row for row in self.rows if row not in own[:-most]]
@@ -162,15 +151,10 @@ def check(memory: ExperienceMemory, model: Model, now: int) -> None:
     assert memory.earlier.tolist() == before
 
 
-STEP = st.lists(
-    st.tuples(
-        st.integers(0, QUESTIONS - 1),
-        st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 6)), min_size=K, max_size=K),
-        st.booleans(),
-    ),
-    max_size=3,
-    unique_by=lambda entry: entry[0],
-)
+ANSWERS = st.lists(st.tuples(st.sampled_from([0.0, 0.25, 1.0]), st.integers(0, 6)), min_size=K, max_size=K)
+ENTRY = st.tuples(st.integers(0, QUESTIONS - 1), ANSWERS, st.booleans())
+STEP = st.lists(ENTRY, max_size=3, unique_by=lambda entry: entry[0])
+MOST = {"max_age": 3, "max_uses": 2, "capacity": 9, "max_per_question": 3}
 OPTIONS = st.fixed_dictionaries(
     {
         "admit": st.sampled_from(["all", "in_band", "nothing", "rare", "solutions", "successes", "with_advantage"]),
@@ -178,10 +162,7 @@ OPTIONS = st.fixed_dictionaries(
         "count_replayed": st.booleans(),
     },
     optional={
-        "max_age": st.integers(1, 3),
-        "max_uses": st.integers(1, 2),
-        "capacity": st.integers(1, 9),
-        "max_per_question": st.integers(1, 3),
+        **{name: st.integers(1, most) for name, most in MOST.items()},
         "band": st.sampled_from([(0.25, 0.5), (0.0, 1.0), (0.75, 0.75)]),
     },
 )

@@ -178,20 +178,20 @@ def test_a_count_of_zero_comes_last(law):
     assert set(draw(rng, 2, 1, prioritised(law, candidates(count=np.zeros(2)))).tolist()) <= {0, 1}
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.data())
-def test_the_newest_and_the_oldest_steps_are_exhausted_in_order(steps, data):
-    wanted, rng = data.draw(st.integers(0, len(steps))), np.random.default_rng(data.draw(st.integers(0, 9)))
-    for name, order in (("newest", sorted(steps, reverse=True)), ("oldest", sorted(steps))):
-        drawn = draw(rng, len(steps), wanted, prioritised(name, candidates(step=steps)))
-        assert sorted(steps[i] for i in drawn) == sorted(order[:wanted])
+FIRST = {
+    "newest": ("step", int, lambda n: -n),
+    "oldest": ("step", int, lambda n: n),
+    "middle": ("count", float, lambda n: abs(n - 4)),
+}
 
 
+@pytest.mark.parametrize("name", FIRST)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=20), st.data())
-def test_the_prompts_nearest_to_one_half_are_drawn_first(counts, data):
-    wanted, rng = data.draw(st.integers(0, len(counts))), np.random.default_rng(data.draw(st.integers(0, 9)))
-    drawn = draw(rng, len(counts), wanted, prioritised("middle", candidates(count=np.array(counts, float))))
-    distances = sorted(abs(count - 4) for count in counts)
-    assert sorted(abs(counts[i] - 4) for i in drawn) == distances[:wanted]
+def test_the_newest_or_oldest_steps_or_the_prompts_nearest_to_one_half_are_drawn_first(name, values, data):
+    wanted, rng = data.draw(st.integers(0, len(values))), np.random.default_rng(data.draw(st.integers(0, 9)))
+    column, kind, order = FIRST[name]
+    drawn = draw(rng, len(values), wanted, prioritised(name, candidates(**{column: np.array(values, kind)})))
+    assert sorted(order(values[i]) for i in drawn) == sorted(map(order, values))[:wanted]
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=9))

@@ -226,14 +226,8 @@ def test_a_pass_reads_the_replayed_answers_only_where_their_log_probs_are_needed
         writer, itself = row.old_log_prob, np.full_like(row.old_log_prob, PRESENT)
         before = fake_score(row.token, version).log_prob
         now = before if minibatches > 1 else itself
-        reference = {
-            "as_fresh": now,
-            "uncorrected": now,
-            "decoupled": before,
-            "truncated": before,
-            "likelihood": itself,
-            "jensen_shannon": itself,
-        }.get(name, writer)
+        references = dict.fromkeys(("as_fresh", "uncorrected"), now) | dict.fromkeys(("decoupled", "truncated"), before)
+        reference = {**references, "likelihood": itself, "jensen_shannon": itself}.get(name, writer)
         np.testing.assert_array_equal(row.ratio_log_prob, reference)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.data.prompts import PROMPTS
@@ -15,7 +16,6 @@ from exgrpo.train.data.tasks import countdown
 from exgrpo.train.reward.form import Graded, elsewhere, tell
 from exgrpo.train.reward.grading import AUTO, FORMS, math, math_form, math_no_think, math_no_think_form
 from exgrpo.train.reward.pool import Grader
-from tests.train.fakes import LoneWorld
 from tests.train.reward.conftest import grade
 
 MARKS = ("<answer>", "</answer>", "#### ", "Answer: ", "answer:", "\\boxed{", "1,234", "-7", *"{}x. \n")
@@ -122,7 +122,7 @@ def test_a_forced_form_is_the_only_one_that_counts(tmp_path):
         whole = grade(grader, own, [(RIGHT["boxed"], RIGHT["boxed"])])
         assert whole.reward == (1.0,), "the user's own functions get the whole response"
     answers = [Graded(response, "72", "math_no_think") for response in RIGHT.values()]
-    assert tell("form", config, answers, LoneWorld()) == [False, True, False, False]
+    assert tell("form", config, answers, ALONE) == [False, True, False, False]
     with pytest.raises(RewardError, match=r"reward\.form=tags applies .*mine\.py:score' always gets the whole"):
         Grader.of([own], config)
 
@@ -130,7 +130,7 @@ def test_a_forced_form_is_the_only_one_that_counts(tmp_path):
 def test_right_values_in_other_forms_are_counted(tmp_path):
     (tmp_path / "mine.py").write_text("def score(response, gold):\n    return float(response == gold)\n")
     own = f"{tmp_path}/mine.py:score"
-    config, world = RewardConfig(workers=1, time_limit=60), LoneWorld()
+    config, world = RewardConfig(workers=1, time_limit=60), ALONE
     tags, boxed, both = RIGHT["tags"], RIGHT["boxed"], "\\boxed{71} <answer>72</answer>"
     of_own = [Graded(response, "72", own) for response in (tags, tags, boxed, "72", "<answer>71</answer>")]
     assert elsewhere(config, of_own, world) == ("tags", 2)

@@ -111,33 +111,21 @@ def test_a_gold_answer_that_says_that_there_is_none_and_one_that_can_be_read(gol
     assert gold not in SAYS_NONE or grading.math_no_think(f"\\boxed{{{gold}}}", gold) == 0.0
 
 
-FORM = [
-    ("\\boxed{5}", 1.0),
-    ("So $x = \\boxed{\\frac{1}{2}}$, I think.", 1.0),
-    ("\\boxed{anything at all}", 1.0),
-    ("The answer is 5.", 1.0),
-    ("The answer is 72 clips.", 1.0),
-    ("**Answer:** $\\frac{1}{2}$", 1.0),
-    ("#### 5", 1.0),
-    ("The answer is Evelyn.", 1.0),
-    ("The correct answer is option C.", 1.0),
-    ("", 0.0),
-    ("5", 0.0),
-    ("$5$", 0.0),
-    ("\\boxed{}", 0.0),
-    ("\\boxed{ }", 0.0),
-    ("\\boxed{5", 0.0),
-    ("\\boxed{5} and \\boxed{6", 0.0),
-    ("We add 2 and 3 and get 5", 0.0),
-    ("2 + 3 = 5", 0.0),
-    ("I do not know the answer", 0.0),
-    ("The answer is", 0.0),
-    ("The answer is one of those that nobody could ever find without a table of 5 logarithms", 0.0),
-]
+HAS_FORM = (
+    *("\\boxed{5}", "So $x = \\boxed{\\frac{1}{2}}$, I think.", "\\boxed{anything at all}", "#### 5"),
+    *("The answer is 5.", "The answer is 72 clips.", "**Answer:** $\\frac{1}{2}$", "The answer is Evelyn."),
+    "The correct answer is option C.",
+)
+HAS_NONE = (
+    *("", "5", "$5$", "\\boxed{}", "\\boxed{ }", "\\boxed{5", "\\boxed{5} and \\boxed{6", "We add 2 and 3 and get 5"),
+    *("2 + 3 = 5", "I do not know the answer", "The answer is"),
+    "The answer is one of those that nobody could ever find without a table of 5 logarithms",
+)
 
 
-@pytest.mark.parametrize(("response", "form"), FORM)
-def test_form(response, form):
+@pytest.mark.parametrize("response", HAS_FORM + HAS_NONE)
+def test_form(response):
+    form = float(response in HAS_FORM)
     for gold in ("5", "6", "\\text{Evelyn}"):
         assert grading.math_no_think_form(response, gold) == form
         assert grading.math_form(f"<think>\\boxed{{7}}</think>\n{response}", gold) == form

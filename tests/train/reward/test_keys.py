@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.config.options import RewardConfig
 from exgrpo.train.reward.form import Graded, tell
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
-from tests.train.fakes import LoneWorld
 from tests.train.reward.conftest import grade
 
 REWARDS = """
@@ -109,13 +109,9 @@ def test_a_key_is_63_bits_of_a_hash_and_never_0(text):
 
 
 def test_forms_are_told_by_the_reward_of_each_answer(mine):
-    answers = [
-        Graded("1+1", "2", f"{mine}:total"),
-        Graded("2", "2", f"{mine}:total"),
-        Graded("2", "2", f"{mine}:anything"),
-        Graded("\\boxed{2}", "2", "math_no_think"),
-    ]
+    answers = [Graded("1+1", "2", f"{mine}:total"), Graded("2", "2", f"{mine}:total")]
+    answers += [Graded("2", "2", f"{mine}:anything"), Graded("\\boxed{2}", "2", "math_no_think")]
     config = RewardConfig(workers=1, time_limit=30)
-    assert tell("form", config, answers, LoneWorld()) == [True, False, None, True]
-    assert tell("found", config, answers[:3], LoneWorld()) == [None] * 3
-    assert tell("form", config, [], LoneWorld()) == []
+    assert tell("form", config, answers, ALONE) == [True, False, None, True]
+    assert tell("found", config, answers[:3], ALONE) == [None] * 3
+    assert tell("form", config, [], ALONE) == []

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import RolloutError
 from exgrpo.train.common.records import Counts, EngineCounts, Failure, Rollout
 from exgrpo.train.reward.pool import Grades
@@ -12,7 +13,7 @@ from exgrpo.train.rollout.answers import RolloutWorker
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.rollout.stops import Stops
 from tests.train.common.test_distributed import on_every_rank
-from tests.train.fakes import EOS, LoneWorld, question_set
+from tests.train.fakes import EOS, question_set
 
 QUESTIONS = question_set(2).questions
 STOP = 6
@@ -77,7 +78,7 @@ def spell(ids):
 
 
 def answering(engine, grader):
-    return RolloutWorker(engine, grader, spell, LoneWorld())
+    return RolloutWorker(engine, grader, spell, ALONE)
 
 
 def test_only_the_final_eos_token_is_left_out_of_the_text():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import threading
 from collections import defaultdict
 from itertools import count, pairwise
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, RolloutError
 from exgrpo.train.common.records import AllowedTokens, Rollout
 from exgrpo.train.common.step_batch import StepBatch
@@ -22,16 +22,17 @@ from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.trainer import Trainer
 from tests.train import tiny
 from tests.train.batches import sets
+from tests.train.common.test_distributed import on_every_rank
 from tests.train.configs import configured
 from tests.train.fakes import (
     EOS,
-    LoneWorld,
     RecordingPolicy,
     ScriptedEngine,
     ScriptedGrader,
     fake_score,
     question_set,
 )
+from tests.train.replay.test_methods import untimed
 from tests.train.run.test_weight_check import FullLogitPolicy
 
 LONGEST = 40
@@ -89,37 +90,6 @@ class LockstepEngine(ScriptedEngine):
         self.version += 1
 
 
-class ThreadWorld(LoneWorld):
-    """One of several ranks, which are threads."""
-
-    def __init__(self, rank, size, barrier, given):
-        self.rank, self.size, self._barrier, self._given = rank, size, barrier, given
-
-    def gather(self, value):
-        self._given[self.rank] = value
-        self._barrier.wait()
-        values = list(self._given)
-        self._barrier.wait()
-        return values
-
-    def split(self, items, ranks=1):
-        return [(i, items[i]) for i in range(self.rank, len(items), self.size)]
-
-
-def on_ranks(size, action):
-    """Return the results of action(world) on each rank."""
-    barrier, given, results = threading.Barrier(size), [None] * size, [None] * size
-    threads = [
-        threading.Thread(target=lambda r=r: results.__setitem__(r, action(ThreadWorld(r, size, barrier, given))))
-        for r in range(size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
-
-
 def model_of_the_queue(samples, needed, under_way, oldest, steps, ranks):
     """Return for each step the groups that are trained on: question, and the step of each token of each answer."""
     lengths, queue, found, asked = [Lengths() for _ in range(ranks)], [], [], 0
@@ -171,7 +141,7 @@ def test_tokens_order_and_staleness_are_those_of_a_model_of_the_queue(ranks, old
             answers += [pair for one in whole for pair in zip(one.answers, one.steps, strict=True)]
         return found, answers
 
-    results = on_ranks(ranks, run)
+    results = on_every_rank(run, ranks)
     expected = model_of_the_queue(samples, needed, 8, oldest, steps, ranks)
     assert all(found == expected for found, _ in results)
     ages = [step - steps[0] for step, of in enumerate(expected, 1) for _, group in of for steps in group]
@@ -189,7 +159,7 @@ def test_tokens_order_and_staleness_are_those_of_a_model_of_the_queue(ranks, old
 def test_an_answer_that_is_too_old_begins_anew_with_other_numbers():
     engine = LockstepEngine()
     engine.lengths.next = lambda question: 30 if question == 0 else 3
-    worker = RolloutWorker(engine, ScriptedGrader(), str, LoneWorld())
+    worker = RolloutWorker(engine, ScriptedGrader(), str, ALONE)
     options = RolloutConfig(behaviour="engine", partial=True, oversample=2, max_staleness=1)
     partial = PartialRollouts(options, worker, question_set(9).questions.__getitem__, Sampling(LONGEST, log_prob=True))
 
@@ -222,12 +192,12 @@ def test_the_error_of_one_engine_is_raised_on_all_ranks():
             partial.advance([PlannedGroup(question, 2) for question in range(4)], None, 1, 1)
         return list(engine.log)
 
-    assert [log[-1] for log in on_ranks(2, run)] == ["sleep", "sleep"]
+    assert [log[-1] for log in on_every_rank(run, 2)] == ["sleep", "sleep"]
 
 
 def test_log_probs_are_those_of_the_policy_that_wrote_each_segment(folder):
-    engine = TransformersEngine(tiny.engine_settings(folder, eos=(2, 5), batch_tokens=5000), LoneWorld())
-    worker = RolloutWorker(engine, ScriptedGrader(), str, LoneWorld())
+    engine = TransformersEngine(tiny.engine_settings(folder, eos=(2, 5), batch_tokens=5000), ALONE)
+    worker = RolloutWorker(engine, ScriptedGrader(), str, ALONE)
     options = RolloutConfig(behaviour="engine", partial=True, oversample=6, temperature=0.7)
     sampling = Sampling(100, temperature=0.7, log_prob=True)
     questions = [
@@ -260,13 +230,8 @@ def test_log_probs_are_those_of_the_policy_that_wrote_each_segment(folder):
     assert any(mixed)
 
 
-OPTIONS = {
-    "questions": 6,
-    "steps": 8,
-    "data": {"max_prompt_tokens": 8},
-    "experience": {"start_pass_rate": 0.0, "ratio": 0.5},
-    "optimizer": {"minibatches": 2},
-}
+OPTIONS = {"questions": 6, "steps": 8, "data": {"max_prompt_tokens": 8}, "optimizer": {"minibatches": 2}}
+OPTIONS |= {"experience": {"start_pass_rate": 0.0, "ratio": 0.5}}
 
 
 def trainer(allowed=False, **rollout):
@@ -274,12 +239,8 @@ def trainer(allowed=False, **rollout):
     options = {"samples": 4, "max_tokens": LONGEST, "behaviour": "engine", **cut, **rollout}
     config = configured(OPTIONS, {"rollout": options})
     grader = ScriptedGrader(lambda text: float(int(text.split()[-1]) % 2))
-    worker = RolloutWorker(LockstepEngine(), grader, lambda ids: " ".join(map(str, ids)), LoneWorld())
+    worker = RolloutWorker(LockstepEngine(), grader, lambda ids: " ".join(map(str, ids)), ALONE)
     return Trainer(config, question_set(60), RecordingPolicy(), worker)
-
-
-def untimed(result):
-    return {name: value for name, value in result.metrics.items() if "second" not in name}
 
 
 def same(one, other):

@@ -9,6 +9,7 @@ import torch
 
 from exgrpo.tools.evaluate.evaluation import engine_settings
 from exgrpo.tools.evaluate.options import EvaluationOptions
+from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.config.options import RolloutConfig
 from exgrpo.train.policy.tokenizer import load_pretrained
@@ -17,7 +18,7 @@ from exgrpo.train.rollout.registry import ENGINES, choose_engine
 from exgrpo.train.rollout.vllm import availability
 from exgrpo.train.rollout.vllm.process import ENVIRONMENT
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, one_of_two
+from tests.train.fakes import one_of_two
 from tests.train.launch import launch
 
 CPU = torch.device("cpu")
@@ -31,10 +32,15 @@ def settings(**rollout):
     return training_settings(config, load_pretrained("builtin:arithmetic"))
 
 
+class Alike(World):
+    """One of several ranks that all give the same."""
+
+    def gather(self, value):
+        return [value] * self.size
+
+
 def chosen(asked, device=CPU, size=1):
-    world = LoneWorld()
-    world.device, world.size = device, size
-    return choose_engine(asked, world)
+    return choose_engine(asked, Alike(0, size, device, None))
 
 
 @pytest.fixture

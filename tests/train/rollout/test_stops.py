@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.records import Rollout
 from exgrpo.train.rollout.engine import Sampling
@@ -15,7 +16,6 @@ from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from tests.train import pieces, tiny
 from tests.train.asking import in_two_parts, requests_for
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 
 EOS = (2, 5)
 STRINGS = ("b\n", "→", "é:", ":Q", "\n\nQ:")
@@ -101,7 +101,7 @@ class Unpushed(TransformersEngine):
 
 @pytest.fixture(params=[0, EOS[0]], ids=["own pad", "pad is EOS"])
 def engine(request, folder):
-    return Unpushed(tiny.engine_settings(folder, eos=EOS, pad=request.param, batch_tokens=1500), LoneWorld())
+    return Unpushed(tiny.engine_settings(folder, eos=EOS, pad=request.param, batch_tokens=1500), ALONE)
 
 
 def flat(answers):

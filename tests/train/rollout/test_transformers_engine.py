@@ -27,7 +27,6 @@ from tests.integrations import tiny as models
 from tests.train import tiny
 from tests.train.asking import check_ends, in_two_parts, requests_for
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 from tests.train.run.test_weight_check import FullLogitPolicy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +36,7 @@ PROMPTS = [tiny.prompt(question) for question in range(6)]
 
 @pytest.fixture
 def engine(folder):
-    return TransformersEngine(tiny.engine_settings(folder, eos=EOS, batch_tokens=100), LoneWorld())
+    return TransformersEngine(tiny.engine_settings(folder, eos=EOS, batch_tokens=100), ALONE)
 
 
 def ids(answers):
@@ -113,16 +112,10 @@ def test_weights_that_are_missing_or_unknown_are_named(engine):
 
 UNLIKE = ("llama", "gemma3_text", "mamba")
 """Architectures that read a prompt each in its own way: the others are tried in `make test-long`."""
+OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in models.ARCHITECTURES if name not in (*UNLIKE, "bert")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in UNLIKE else pytest.mark.long)
-        for name in models.ARCHITECTURES
-        if name != "bert"
-    ],
-)
+@pytest.mark.parametrize("name", [*UNLIKE, *OTHERS])
 @pytest.mark.parametrize("shared", [0, SHARED])
 def test_answers_depend_on_nothing_that_is_generated_beside_them(name, shared, tmp_path):
     """Whatever the batch is, the answers are the same, and their scores those of a full forward."""
@@ -135,7 +128,7 @@ def test_answers_depend_on_nothing_that_is_generated_beside_them(name, shared, t
     for batch_tokens in (20, 100 + 8 * shared, 5000):
         settings = tiny.engine_settings(tmp_path, eos=EOS, batch_tokens=batch_tokens)
         attention = "eager" if name in ("gemma2", "gptj", "mamba") else "sdpa"
-        engine = TransformersEngine(dataclasses.replace(settings, attention=attention), LoneWorld())
+        engine = TransformersEngine(dataclasses.replace(settings, attention=attention), ALONE)
         asked = requests_for(prompts, [5] * 6, sampling, seeds)
         answers = collect(asked, engine.generate(asked))
         found[batch_tokens] = ids(answers)

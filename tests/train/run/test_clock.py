@@ -1,14 +1,14 @@
 """A clock of the day that jumps by hours, forward and back, ten times a second."""
 
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.train.launch import MAIN, completed, launch, launch_by_deepspeed
+from tests.programs import printed, python
+from tests.train.launch import MAIN, completed, launch_by_deepspeed
 from tests.train.run.test_run import SMALL, untimed
 
 COMPILER = shutil.which("cc")
@@ -21,7 +21,7 @@ def jumping(tmp_path, monkeypatch):
         pytest.skip("a clock that jumps needs a C compiler and Linux")
     library = tmp_path / "jumps.so"
     source = Path(__file__).with_name("clock_jumps.c")
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", f"-o{library}", str(source), "-ldl"], check=True)
+    printed(COMPILER, "-shared", "-fPIC", "-O1", f"-o{library}", source, "-ldl")
     with monkeypatch.context() as patched:
         patched.setenv("LD_PRELOAD", library.name)  # a blank in a path would end it here
         patched.setenv("LD_LIBRARY_PATH", str(tmp_path), prepend=":")
@@ -30,8 +30,7 @@ def jumping(tmp_path, monkeypatch):
 
 def test_the_clock_jumps(jumping):
     program = "import time\nfor _ in range(20): print(time.time(), time.monotonic()); time.sleep(0.05)"
-    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    shown, steady = zip(*(map(float, line.split()) for line in printed.splitlines()), strict=True)
+    shown, steady = zip(*(map(float, line.split()) for line in python("-c", program).splitlines()), strict=True)
     assert max(shown) > time.time() + 1800
     assert min(shown) < time.time() - 1800
     assert list(steady) == sorted(steady)
@@ -52,8 +51,7 @@ def test_a_run_whose_clock_jumps_is_the_same(request, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     reward = f"--reward.function={tmp_path}/slow.py:slow"
     options = (*SMALL[1:], "--steps=3", "--checkpoint.every=1", "--preflight=off", reward)
-    plain = launch(MAIN, *options, f"--output.folder={tmp_path / 'plain'}", ranks=2)
-    assert plain.returncode == 0, plain.stderr
+    completed(MAIN, *options, f"--output.folder={tmp_path / 'plain'}", ranks=2)
     request.getfixturevalue("jumping")
     completed(MAIN, *options, f"--output.folder={tmp_path / 'jumping'}", ranks=2, by=launch_by_deepspeed)
     assert untimed(tmp_path / "jumping" / "small") == untimed(tmp_path / "plain" / "small")

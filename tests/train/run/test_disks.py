@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from exgrpo.train.checkpoint.listing import survey
-from tests.train.launch import MAIN, launch
+from tests.train.launch import MAIN, completed, launch
 from tests.train.run.test_run import SMALL, untimed
 
 OPTIONS = (*SMALL, "--checkpoint.every=1", "--preflight=off", "--resume=auto")
@@ -35,8 +35,7 @@ def disk(tmp_path):
 def whole(tmp_path_factory):
     """The metrics of a run that has all it needs, and the bytes that it leaves."""
     folder = tmp_path_factory.mktemp("whole")
-    done = launch(MAIN, *OPTIONS, f"--output.folder={folder}")
-    assert done.returncode == 0, done.stderr
+    completed(MAIN, *OPTIONS, f"--output.folder={folder}")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return untimed(folder / "small"), size
 
@@ -65,7 +64,6 @@ def test_a_run_goes_on_with_what_it_had_saved_to_the_end_of_one_that_nothing_has
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     check_refused(disk, "cannot be written")
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-    done = launch(MAIN, *OPTIONS, f"--output.folder={disk}")
-    assert done.returncode == 0, done.stderr
+    done = completed(MAIN, *OPTIONS, f"--output.folder={disk}")
     assert not found or f"after step {found[0].step}" in done.stdout
     assert untimed(disk / "small") == metrics

@@ -42,8 +42,7 @@ def run(tmp_path_factory):
         for name, value in {"HF_ENDPOINT": hub.address, "HF_TOKEN": hub.token}.items():
             patch.setenv(name, value)
         patch.setenv("HF_HUB_OFFLINE", "0")
-        done = launch_by_deepspeed(MAIN, *arguments, ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = completed(MAIN, *arguments, ranks=2, by=launch_by_deepspeed)
     return root / "small", done.stdout, hub
 
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from exgrpo.train.checkpoint.listing import survey
+from tests.programs import wait_for
 from tests.train import hosts
 from tests.train.launch import MAIN, completed
 from tests.train.run.test_run import SMALL, records, untimed
@@ -37,12 +38,7 @@ def test_two_hosts_give_the_results_of_one(two, tmp_path):
 
 
 def wait_for_a_checkpoint(folder, running):
-    deadline = time.monotonic() + 240
-    while all(one.poll() is None for one in running) and time.monotonic() < deadline:
-        if folder.is_dir() and survey(folder)[0]:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the run has ended or hangs before its first checkpoint")
+    wait_for(lambda: folder.is_dir() and survey(folder)[0], of=running)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import pytest
 
 from exgrpo.train.checkpoint.listing import survey
 from exgrpo.train.rollout.server.guard import TOKEN
+from tests.programs import wait_for
 from tests.train import hosts
 from tests.train.rollout.server.servers import Server
 from tests.train.rollout.vllm.installed import real
@@ -87,7 +88,8 @@ def test_a_run_goes_on_without_a_server_and_ends_in_time_without_any(four, tmp_p
     folder = tmp_path / "small"
     wait_for_a_checkpoint(folder, running)
     made.cut(3)
-    wait_for_a_step(folder, survey(folder)[0][0].step + 3, running[0], UNREACHED + 60)
+    step, seconds = survey(folder)[0][0].step + 3, UNREACHED + 60
+    wait_for(lambda: any(one.get("step", 0) >= step for one in records(folder)), of=running[:1], seconds=seconds)
     made.cut(2)
     start = time.monotonic()
     status, printed = finished(running)
@@ -112,12 +114,3 @@ def finished(running):
     """The exit status of a run on several hosts, 0 where it is that of all, and what they have printed."""
     printed = [one.communicate(timeout=400)[0] for one in running]
     return max(abs(one.returncode) for one in running), "".join(printed)
-
-
-def wait_for_a_step(folder, step, ran, seconds):
-    deadline = time.monotonic() + seconds
-    while ran.poll() is None and time.monotonic() < deadline:
-        if any(record.get("step", 0) >= step for record in records(folder)):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the run has ended or hangs")

@@ -30,7 +30,6 @@ from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.run.memory import MOMENTS, NF4_BYTES, gpu_memory, peak, rollout_memory, slots
 from tests.kernels.test_memory import PeakMemory
 from tests.train import tiny
-from tests.train.fakes import LoneWorld
 from tests.train.launch import completed
 from tests.train.shapes import ROWS, SMALL, VOCABULARY, llama, recipe, shape_like, sizes
 
@@ -111,7 +110,7 @@ def test_the_peak_of_real_generation(dtype, kv_heads, tmp_path):
     model = llama(num_key_value_heads=kv_heads)
     model.save_pretrained(tmp_path)
     settings = tiny.engine_settings(tmp_path, dtype, eos=(VOCABULARY,), batch_tokens=8 * 120)
-    engine = TransformersEngine(settings, LoneWorld())
+    engine = TransformersEngine(settings, ALONE)
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (20, 17)]
     with PeakMemory() as measured:
         answers = tiny.rollouts(engine, prompts, [4, 4], Sampling(100), seed=0)
@@ -253,7 +252,6 @@ from exgrpo.train.common.distributed import start
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.policy import Policy
 from tests.train import tiny
-from tests.train.fakes import LoneWorld
 from exgrpo.train.config.options import ObjectiveConfig
 
 *_, folder, result, cases = sys.argv

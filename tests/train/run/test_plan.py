@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.common.limits import RESERVED_GIB
 from exgrpo.train.config.options import PLANNED
@@ -18,7 +19,7 @@ from exgrpo.train.rollout.vllm.engine import GIB
 from exgrpo.train.run.memory import MOMENTS, gpu_memory, peak
 from exgrpo.train.run.plan import ENOUGH_SEQUENCES, ENOUGH_TOKENS, make_plan, plan_run
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld, one_of_two
+from tests.train.fakes import one_of_two
 from tests.train.shapes import PUBLISHED, SMALL
 
 OPEN = dict.fromkeys(PLANNED)
@@ -116,15 +117,16 @@ OTHERS = st.fixed_dictionaries(
         "questions": st.sampled_from([64, 1000]),
     }
 )
+
+
+def shaped(width, layers, times):
+    parameters = tuple(times * elements for elements in SMALL.parameters)
+    sizes = {"width": 64 * width, "mlp": 160 * width, "layers": layers, "vocabulary": 97 * times}
+    return dataclasses.replace(SMALL, parameters=parameters, **sizes)
+
+
 SIZES = st.builds(
-    lambda width, layers, times: dataclasses.replace(
-        SMALL,
-        parameters=tuple(times * elements for elements in SMALL.parameters),
-        width=64 * width,
-        mlp=160 * width,
-        layers=layers,
-        vocabulary=97 * times,
-    ),
+    shaped,
     st.integers(1, 60),
     st.integers(2, 60),  # to compute the only layer again saves nothing
     st.integers(1, 20000),
@@ -156,11 +158,11 @@ def test_more_memory_never_gives_less_and_nothing_exceeds_it(values, others, sha
 
 
 def test_cpus_have_the_defaults_that_they_always_had():
-    config, line = plan_run(asked(), find_model("builtin:arithmetic"), LoneWorld())
+    config, line = plan_run(asked(), find_model("builtin:arithmetic"), ALONE)
     assert {key: flat(config)[key] for key in PLANNED} == dict(zip(PLANNED, (True, 16384, None, None), strict=True))
     assert line is None
     long = asked(**{"rollout.max_tokens": 30000})
-    assert plan_run(long, find_model("builtin:arithmetic"), LoneWorld())[0].pass_tokens == 31024
+    assert plan_run(long, find_model("builtin:arithmetic"), ALONE)[0].pass_tokens == 31024
 
 
 @pytest.fixture

@@ -133,14 +133,8 @@ def test_a_run_whose_template_has_another_end_than_its_model_stops_and_trains_wi
     """As the models that end an answer with <|im_end|>, and whose end of sequence is <|endoftext|>."""
     model = with_another_end(shutil.copytree(ASSETS / "arithmetic", tmp_path / "model"))
     (tmp_path / "reward.py").write_text(REWARD)
-    arguments = (
-        *SMALL,
-        f"--recipe={DEFAULT_RUN}",
-        f"--policy.path={model}",
-        "--steps=1",
-        "--rollout.max_tokens=40",
-        f"--output.folder={tmp_path}",
-    )
+    arguments = (*SMALL, "--steps=1", "--rollout.max_tokens=40", f"--output.folder={tmp_path}")
+    arguments += (f"--recipe={DEFAULT_RUN}", f"--policy.path={model}")
     done = launch(MAIN, *arguments, f"--reward.function={tmp_path}/reward.py:formless")
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert "the chat template ends an answer with '<|end|>'" in error

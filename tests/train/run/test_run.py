@@ -15,14 +15,8 @@ from exgrpo.train.metrics.log_files import read_samples
 from tests.train.launch import MAIN, completed, launch, launch_by_deepspeed
 
 SMALL = (
-    "--steps=4",
-    "--questions=8",
-    "--rollout.samples=4",
-    "--data.train_limit=40",
-    "--data.test_limit=16",
-    "--experience.start_pass_rate=0",
-    "--rollout.engine=transformers",
-    "--output.name=small",
+    *("--steps=4", "--questions=8", "--rollout.samples=4", "--data.train_limit=40", "--data.test_limit=16"),
+    *("--experience.start_pass_rate=0", "--rollout.engine=transformers", "--output.name=small"),
 )
 
 
@@ -126,14 +120,9 @@ def test_rewards_that_do_not_fit_and_held_out_questions_that_are_too_long_are_to
     (tmp_path / "rewards.py").write_text("def score(response, gold):\n    return 0.9 if gold[-1] in '13579' else 0.1\n")
     rows = [{"question": "1 + 1", "answer": "2"}, {"question": "1 + " * 40 + "1", "answer": "41"}]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = completed(
-        MAIN,
-        *SMALL,
-        *("--steps=1", "--rollout.max_tokens=4"),
-        f"--reward.function={tmp_path / 'rewards.py'}:score",
-        f"--data.test={tmp_path / 'held_out.jsonl'}",
-        f"--output.folder={tmp_path / 'runs'}",
-    )
+    own = (f"--reward.function={tmp_path / 'rewards.py'}:score", f"--data.test={tmp_path / 'held_out.jsonl'}")
+    options = ("--steps=1", "--rollout.max_tokens=4", f"--output.folder={tmp_path / 'runs'}")
+    done = completed(MAIN, *SMALL, *own, *options)
     printed = " ".join(done.stdout.split())
     assert "no answer is a success: the rewards of 32 answers lie between 0.1 and 0.9" in printed
     assert "on 2 questions, 1 of them over-long and so wrong" in printed

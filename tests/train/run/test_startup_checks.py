@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from contextlib import ExitStack
 
@@ -16,6 +15,7 @@ from exgrpo.train.config import hub
 from exgrpo.train.config.recipe import DEFAULT_RUN
 from exgrpo.train.run import startup_checks
 from exgrpo.train.run.startup_checks import check_startup
+from tests.programs import python
 from tests.train.configs import configured
 
 HEAVY = ("torch", "transformers", "deepspeed", "vllm", "datasets", "huggingface_hub", "math_verify", "pyarrow")
@@ -86,8 +86,7 @@ def test_the_first_look_imports_nothing_that_takes_seconds():
             heavy = [name for name in json.loads('{names}') if name in sys.modules]
             sys.exit(f"imported: {{heavy}}" if heavy else 0)
     """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", script)
 
 
 @pytest.mark.parametrize(

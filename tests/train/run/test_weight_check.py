@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ModelError, RolloutError, WeightMismatchError
 from exgrpo.train.common.records import Score
 from exgrpo.train.common.step_batch import StepBatch
@@ -12,7 +13,6 @@ from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import tiny
-from tests.train.fakes import LoneWorld
 
 
 def among(logits, allowed_tokens):
@@ -27,7 +27,7 @@ class FullLogitPolicy:
     """Scores by full logits of a plain model."""
 
     def __init__(self, folder, dtype=torch.float32):
-        self.world = LoneWorld()
+        self.world = ALONE
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
     def weights(self):
@@ -57,7 +57,7 @@ class FullLogitPolicy:
 def made(folder, dtype="fp32", *, tied=True, kind=TransformersEngine):
     """A policy, an engine with its weights, and the check of the two."""
     tiny.save_model(folder, tied=tied)
-    engine = kind(tiny.engine_settings(folder, dtype, eos=(2,), batch_tokens=100), LoneWorld())
+    engine = kind(tiny.engine_settings(folder, dtype, eos=(2,), batch_tokens=100), ALONE)
     policy, prompts = FullLogitPolicy(folder, DTYPES[dtype]), [tiny.prompt(question) for question in range(4)]
 
     def check(**cut):

@@ -11,13 +11,9 @@ from exgrpo.train.rollout.server.guard import Guard
 
 def choice(index, tokens=(7, 2), version=FRESH, reason="stop"):
     content = [{"token_id": token, "logprob": -0.5} for token in tokens]
-    return {
-        "index": index,
-        "finish_reason": reason,
-        "token_ids": list(tokens),
-        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
-        "logprobs": {"content": content},
-    }
+    versions = [{"version": version, "start": 0, "end": len(tokens)}]
+    written = {"token_ids": list(tokens), "weight_versions": versions, "logprobs": {"content": content}}
+    return {"index": index, "finish_reason": reason, **written}
 
 
 def reply(*choices, cached=None):
@@ -36,7 +32,7 @@ class FakeServer:
 
     def __init__(self):
         self.answers = {}
-        self.asked = []
+        self.asked, self.headers = [], []
         self._guard = None
         fake = self
 
@@ -51,6 +47,7 @@ class FakeServer:
                 route = self.path.strip("/")
                 request = json.loads(body or b"{}")
                 fake.asked.append((route, request))
+                fake.headers.append(self.headers)
                 answer = fake.answers.get(route, (404, {"detail": "Not Found"}))
                 answer = answer(request) if callable(answer) else answer
                 status, given, *headers = answer if isinstance(answer, tuple) else (200, answer)

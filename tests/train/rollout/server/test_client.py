@@ -156,23 +156,11 @@ def test_weights_that_are_pushed_meanwhile_are_taken(fakes):
 
 def proper(fake, settings):
     """What a server in order says."""
-    facts = {
-        "model": model_facts(settings.source.config),
-        "path": settings.source.path,
-        "dtype": "float32",
-        "max_model_len": 64,
-        "logprobs_mode": "processed_logprobs",
-        "backend": "gloo",
-        "workers": 1,
-        "sequences": 128,
-        "gpu": "",
-    }
-    fake.answers |= {
-        "version": {"version": "0.32.0+cpu"},
-        "collective_rpc": {"results": [facts]},
-        "weight_info": {"weight_version": FRESH},
-        "resume": {},
-    }
+    facts = {"model": model_facts(settings.source.config), "path": settings.source.path, "dtype": "float32"}
+    facts |= {"max_model_len": 64, "logprobs_mode": "processed_logprobs", "backend": "gloo", "gpu": ""}
+    facts |= {"workers": 1, "sequences": 128}
+    fake.answers |= {"version": {"version": "0.32.0+cpu"}, "weight_info": {"weight_version": FRESH}, "resume": {}}
+    fake.answers["collective_rpc"] = {"results": [facts]}
     fake.generates(reply(choice(0, (2,))))
     return facts
 

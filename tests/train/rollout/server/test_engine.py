@@ -8,6 +8,7 @@ import pytest
 import requests
 import torch
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling, collect
@@ -17,7 +18,6 @@ from exgrpo.train.rollout.stops import Stops
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import check_ends, in_two_parts, requests_for
-from tests.train.fakes import LoneWorld
 from tests.train.launch import ROOT, completed, free_port
 from tests.train.rollout.server.servers import LONGEST, Server
 from tests.train.rollout.vllm.installed import real
@@ -71,7 +71,7 @@ def opened(fleet):
         urls = tuple(server.ready() for server in servers)
         settings = tiny.engine_settings(fleet.models[tied], dtype, eos=EOS, max_tokens=max_tokens, servers=urls)
         # Several buckets, of one weight and of several.
-        engine = ServerEngine(settings, LoneWorld(), bucket_bytes=3000)
+        engine = ServerEngine(settings, ALONE, bucket_bytes=3000)
         engines.append(engine)
         return engine
 
@@ -277,7 +277,7 @@ def test_what_cannot_be_used_is_one_clear_error_with_the_command_that_helps(flee
         opened(fleet.first, dtype="bf16")
     nowhere = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match=f"rollout.servers: {nowhere} cannot be reached"):
-        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=(nowhere,)), LoneWorld())
+        ServerEngine(tiny.engine_settings(fleet.models[True], max_tokens=8, servers=(nowhere,)), ALONE)
 
 
 def test_a_server_that_dies_during_a_push_does_not_stop_it(fleet, opened, caplog):

@@ -8,6 +8,7 @@ import pytest
 import requests
 
 from exgrpo.tools import serve
+from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError
 from exgrpo.train.rollout.engine import Request
 from exgrpo.train.rollout.server import guard
@@ -16,7 +17,6 @@ from exgrpo.train.rollout.server.client import ServerClient, ServerError
 from exgrpo.train.rollout.server.engine import ServerEngine
 from exgrpo.train.rollout.server.guard import TOKEN, Guard, server_token
 from tests.train import tiny
-from tests.train.fakes import LoneWorld
 from tests.train.rollout.server.test_client import CPU, PROMPT, SAMPLING, proper
 
 SECRET = "0123456789-abcdefghij"
@@ -98,15 +98,14 @@ def test_ranks_take_the_token_of_the_first(fakes, settings, monkeypatch):
     fake.guarded()
     monkeypatch.delenv(TOKEN)
 
-    class Second(LoneWorld):
-        rank, size, is_main = 1, 2, False
-        of_first = iter([None, SECRET, None, ("run", facts)])
+    of_first = iter([None, SECRET, None, ("run", facts)])
 
+    class Second(World):
         def gather(self, value):
-            return [next(self.of_first), value]
+            return [next(of_first), value]
 
     own = tiny.engine_settings(settings.source.path, max_tokens=8, servers=(fake.url,))
-    engine = ServerEngine(own, Second())
+    engine = ServerEngine(own, Second(1, 2, CPU, None))
     assert len(list(engine.generate([Request(PROMPT, 1, SAMPLING, 0)]))) == 1
     engine.close()
 

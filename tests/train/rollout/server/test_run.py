@@ -32,13 +32,8 @@ def servers(tmp_path_factory):
 
 
 def options(servers, folder):
-    return (
-        *SMALL,
-        "--rollout.engine=server",
-        "--rollout.servers",
-        *(s.ready() for s in servers),
-        f"--output.folder={folder}",
-    )
+    urls = [server.ready() for server in servers]
+    return (*SMALL, "--rollout.engine=server", "--rollout.servers", *urls, f"--output.folder={folder}")
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exgrpo.train.common.distributed import ALONE
 from exgrpo.train.common.errors import ConfigError, DataError, RolloutError
 from exgrpo.train.config.recipe import load_recipe
 from exgrpo.train.config.rollout import EnvironmentConfig
@@ -25,7 +26,6 @@ from exgrpo.train.rollout.turns.environments import encoding, find_environment
 from exgrpo.train.run.startup_checks import check_startup
 from tests.tools.experience.runs import pretrained
 from tests.train.configs import configured
-from tests.train.fakes import LoneWorld
 from tests.train.rollout.turns.test_conversations import Ended, ids, read
 
 PAGE = Path(__file__).parents[4] / "docs" / "environments.md"
@@ -59,7 +59,7 @@ def test_the_example_of_the_page_is_played(guess):
     conversations = Conversations(environment, options, lambda text, closed: ids(text), read)
     script = Ended(["<guess>3</guess>", "<guess>4</guess>", "yes."], ["<guess>9</guess>", " right ."])
     grader = Reading(resolve_reward(f"{guess}:score"))
-    rollout_worker = RolloutWorker(script, grader, read, LoneWorld(), conversations=conversations)
+    rollout_worker = RolloutWorker(script, grader, read, ALONE, conversations=conversations)
     script.ranks, script.wake, script.sleep, script.counts = 1, lambda: None, lambda: None, lambda: None
     question = Question(0, (80,), "Guess.", "4", "mine", columns={"tries": 2})
     sampling = Sampling(200, stop=Stops((), read))

@@ -14,47 +14,43 @@ from pathlib import Path
 from exgrpo.train.rollout.vllm.availability import SERVERS
 
 RECORD = Path(__file__).with_suffix(".json")
+
+
+def within(file: str, *names: str) -> dict[str, str]:
+    return {name: f"{file}:{name}" for name in names}
+
+
+def of_class(place: str, *methods: str) -> dict[str, str]:
+    return {f"{place.partition(':')[2]}.{name}": f"{place}.{name}" for name in methods}
+
+
+LLM_ENGINE = ("add_request", "step", "abort_request", "reset_prefix_cache", "has_unfinished_requests")
 PLACES = {
     "LLM": "entrypoints/llm.py:LLM.__init__",
-    "LLM.collective_rpc": "entrypoints/llm.py:LLM.collective_rpc",
-    "LLM.apply_model": "entrypoints/llm.py:LLM.apply_model",
-    "LLM.sleep": "entrypoints/llm.py:LLM.sleep",
-    "LLM.wake_up": "entrypoints/llm.py:LLM.wake_up",
-    "LLMEngine.add_request": "v1/engine/llm_engine.py:LLMEngine.add_request",
-    "LLMEngine.step": "v1/engine/llm_engine.py:LLMEngine.step",
-    "LLMEngine.abort_request": "v1/engine/llm_engine.py:LLMEngine.abort_request",
-    "LLMEngine.reset_prefix_cache": "v1/engine/llm_engine.py:LLMEngine.reset_prefix_cache",
-    "LLMEngine.has_unfinished_requests": "v1/engine/llm_engine.py:LLMEngine.has_unfinished_requests",
-    "EngineArgs": "engine/arg_utils.py:EngineArgs",
-    "EngineArgs.create_model_config": "engine/arg_utils.py:EngineArgs.create_model_config",
-    "SamplingParams": "sampling_params.py:SamplingParams",
-    "RequestOutputKind": "sampling_params.py:RequestOutputKind",
-    "tokens_input": "inputs/engine.py:tokens_input",
-    "set_current_vllm_config": "config/vllm.py:set_current_vllm_config",
-    "VllmConfig.use_v2_model_runner": "config/vllm.py:VllmConfig.use_v2_model_runner",
-    "GPUModelRunner.reload_weights": "v1/worker/gpu_model_runner.py:GPUModelRunner.reload_weights",
+    **of_class("entrypoints/llm.py:LLM", "collective_rpc", "apply_model", "sleep", "wake_up"),
+    **of_class("v1/engine/llm_engine.py:LLMEngine", *LLM_ENGINE),
+    **within("engine/arg_utils.py", "EngineArgs", "EngineArgs.create_model_config"),
+    **within("sampling_params.py", "SamplingParams", "RequestOutputKind"),
+    **within("inputs/engine.py", "tokens_input"),
+    **within("config/vllm.py", "set_current_vllm_config", "VllmConfig.use_v2_model_runner"),
+    **within("v1/worker/gpu_model_runner.py", "GPUModelRunner.reload_weights"),
     "GPUModelRunnerV2.reload_weights": "v1/worker/gpu/model_runner.py:GPUModelRunner.reload_weights",
-    "InprocClient.shutdown": "v1/engine/core_client.py:InprocClient.shutdown",
+    **within("v1/engine/core_client.py", "InprocClient.shutdown"),
     "RequestOutput": "outputs.py:RequestOutput.__init__",
-    "CompletionOutput": "outputs.py:CompletionOutput",
-    "AttentionBackendEnum": "v1/attention/backends/registry.py:AttentionBackendEnum",
+    **within("outputs.py", "CompletionOutput"),
+    **within("v1/attention/backends/registry.py", "AttentionBackendEnum"),
 }
 """What generation in the process calls, by where it is in vLLM."""
+TRANSFER, NCCL = "distributed/weight_transfer", "distributed/weight_transfer/nccl_engine.py:NCCLWeightTransferEngine"
 SERVED = {
-    "FrontendArgs": "*/cli_args.py:FrontendArgs",
-    "BaseFrontendArgs": "*/cli_args.py:BaseFrontendArgs",
-    "GenerateRequest": "entrypoints/scale_out/token_in_token_out/protocol.py:GenerateRequest",
-    "GenerateChoiceBase": "entrypoints/scale_out/token_in_token_out/protocol.py:GenerateChoiceBase",
-    "NCCLWeightTransferInitInfo": "distributed/weight_transfer/nccl_common.py:NCCLWeightTransferInitInfo",
-    "NCCLWeightTransferUpdateInfo": "distributed/weight_transfer/nccl_engine.py:NCCLWeightTransferUpdateInfo",
-    "receive_weights": "distributed/weight_transfer/nccl_engine.py:NCCLWeightTransferEngine.receive_weights",
-    "shutdown": "distributed/weight_transfer/nccl_engine.py:NCCLWeightTransferEngine.shutdown",
-    "finish_weight_update": "distributed/weight_transfer/nccl_engine.py:NCCLWeightTransferEngine.finish_weight_update",
-    "update_weights": "distributed/weight_transfer/base.py:WeightTransferEngine.update_weights",
-    "stateless_init_process_group": "distributed/weight_transfer/nccl_common.py:stateless_init_process_group",
-    "register_engine": "distributed/weight_transfer/factory.py:WeightTransferEngineFactory.register_engine",
-    "PyNcclCommunicator.broadcast": "distributed/device_communicators/pynccl.py:PyNcclCommunicator.broadcast",
-    "PyNcclCommunicator.destroy": "distributed/device_communicators/pynccl.py:PyNcclCommunicator.destroy",
+    **within("*/cli_args.py", "FrontendArgs", "BaseFrontendArgs"),
+    **within("entrypoints/scale_out/token_in_token_out/protocol.py", "GenerateRequest", "GenerateChoiceBase"),
+    **within(f"{TRANSFER}/nccl_common.py", "NCCLWeightTransferInitInfo", "stateless_init_process_group"),
+    **within(f"{TRANSFER}/nccl_engine.py", "NCCLWeightTransferUpdateInfo"),
+    **{name: f"{NCCL}.{name}" for name in ("receive_weights", "shutdown", "finish_weight_update")},
+    "update_weights": f"{TRANSFER}/base.py:WeightTransferEngine.update_weights",
+    "register_engine": f"{TRANSFER}/factory.py:WeightTransferEngineFactory.register_engine",
+    **of_class("distributed/device_communicators/pynccl.py:PyNcclCommunicator", "broadcast", "destroy"),
 }
 """What servers are started with and called by."""
 ROUTES = ("rl/online", "serve/dev/rpc", "serve/instrumentator", "scale_out/token_in_token_out")

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from exgrpo.train.checkpoint.listing import find
+from tests.programs import ran, wait_for
 from tests.train import pieces, tiny
 from tests.train.asking import check_ends
 from tests.train.launch import MAIN, ROOT, Ranks, completed, environment, launch
@@ -34,8 +33,7 @@ def observed(tmp_path_factory):
         if ranks == 2 or name == "tied,fp32":
             done = launch(WORKER, *arguments, ranks=ranks, vllm=True)
         else:  # cold: this process is to stay as it was when vLLM is imported, too
-            start = [sys.executable, str(WORKER), *arguments]
-            done = subprocess.run(start, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+            done = ran(sys.executable, WORKER, *arguments, env=environment(), cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
         return [json.loads((folder / name / f"seen.{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -191,9 +189,7 @@ def test_a_killed_run_goes_on_to_the_same_metrics(tmp_path):
     assert all(record["turns"] > 1 and record["mismatch/mean"] < 1e-5 for record in steps)
     killed = (*SMALL, *arguments, "--rollout.engine=vllm", f"--output.folder={tmp_path / 'killed'}", "--resume=auto")
     running = Ranks(MAIN, *killed, ranks=2, vllm=True)
-    deadline = time.monotonic() + 240
-    while running.running() and not find(tmp_path / "killed" / "small") and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: not running.running() or find(tmp_path / "killed" / "small"))
     running.ranks[1].send(signal.SIGKILL)
     assert running.finish(120).returncode == -signal.SIGKILL
     done = completed(MAIN, *killed, ranks=2, vllm=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from exgrpo.train.common.distributed import World
 from exgrpo.train.common.errors import ConfigError, RolloutError
 from exgrpo.train.rollout.engine import Sampling, collect
 from exgrpo.train.rollout.vllm import engine as engine_module
@@ -14,7 +15,6 @@ from exgrpo.train.rollout.vllm.engine import GIB, VllmEngine, arguments, cache_g
 from exgrpo.train.rollout.vllm.process import Guest
 from tests.train import tiny
 from tests.train.asking import requests_for
-from tests.train.fakes import LoneWorld
 from tests.train.rollout.vllm.signatures import recorded, signature
 from tests.train.rollout.vllm.stand_in import Module, Weights
 
@@ -40,9 +40,8 @@ def module(request, monkeypatch):
 @pytest.fixture
 def opened(module, folder):
     def make(level=2, **rollout):
-        world = LoneWorld()
-        world.device = GPU
-        return VllmEngine(tiny.engine_settings(folder, sleep_level=level, **rollout), world)
+        settings = tiny.engine_settings(folder, sleep_level=level, **rollout)
+        return VllmEngine(settings, World(0, 1, GPU, None))
 
     return make
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from exgrpo.train.common.distributed import start
+from exgrpo.train.common.distributed import ALONE, start
 from exgrpo.train.common.errors import WeightMismatchError
 from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
@@ -28,7 +28,6 @@ from exgrpo.train.rollout.vllm.process import KEPT
 from exgrpo.train.run.weight_check import check_engine
 from tests.train import pieces, tiny
 from tests.train.asking import continued, in_two_parts, requests_for
-from tests.train.fakes import LoneWorld
 from tests.train.run.test_weight_check import FullLogitPolicy
 
 CPU = torch.device("cpu")
@@ -63,7 +62,7 @@ def make(folder, dtype, ranks, source=None, **changes):
     rollout = {"max_tokens": MAX_TOKENS, "batch_tokens": 5000, "kv_cache_gib": 0.1, "tensor_parallel": ranks}
     rollout |= {name: CUT[name] for name in ("top_p", "top_k", "min_p")} | changes
     settings = tiny.engine_settings(folder, dtype, eos=EOS, prompt_tokens=len(LONG_PROMPT), **rollout)
-    return Unpacked(dataclasses.replace(settings, source=source or settings.source), LoneWorld())
+    return Unpacked(dataclasses.replace(settings, source=source or settings.source), ALONE)
 
 
 def process_state():
