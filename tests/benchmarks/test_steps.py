@@ -75,6 +75,7 @@ def test_a_step_with_replay_is_measured_by_phase(tmp_path):
     assert facts["mfu"]["update"] > 0
 
 
+@pytest.mark.long
 def test_a_step_of_trl_is_measured_by_phase(tmp_path):
     pytest.importorskip("trl", reason="trl is not installed")
     row = test_training_step.measure(TINY, [TRL], tmp_path, rounds=2)[TRL]
