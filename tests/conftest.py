@@ -1,5 +1,6 @@
 """Fixtures and hooks for all tests."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -48,6 +49,16 @@ def pytest_configure(config):
     settings.load_profile("new" if config.getoption("--long") else "same")
     if not hasattr(config, "workerinput"):  # of a process that this one starts
         warm.begin()
+
+
+def pytest_collection():
+    """Look for garbage only among what tests make: to pass over all modules again and again takes a second each time."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):
