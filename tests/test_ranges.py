@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "compatibility.md").read_text()
 CELLS = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| ")]
 ROWS = [cells for cells in CELLS if len(cells) == 6]
 MATRIX = yaml.safe_load((ROOT / ".github/workflows/nightly.yml").read_text())["jobs"]["versions"]["strategy"]["matrix"]
-PINNED = ("verl", "openrlhf", "liger-kernel")
+PINNED = ("verl", "openrlhf", "liger-kernel", "kernels")
 PACKAGES = ("python", *MATRIX["package"], *PINNED)
 
 

@@ -42,7 +42,7 @@ AUTO, REFERENCE = "auto", "reference"
 REPORT = "please report this together with what `python -m exgrpo.kernels` prints"
 
 
-BACKENDS = {name: f"exgrpo.kernels.{name}_chunks" for name in backend_choice.NAMES}
+BACKENDS = {name: f"{__package__}.{name}_chunks" for name in backend_choice.NAMES}
 """Modules by name, imported when they are first needed."""
 
 

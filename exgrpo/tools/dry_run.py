@@ -56,6 +56,8 @@ def plan(config: Config, startup: StartupResult, resumed: Path | None, processes
     held_out = {name: sum(map(len, sources)) for name, sources in startup.held_out.items()}
     sets = ", ".join(f"{name} ({count})" for name, count in held_out.items()) or "none"
     samples, every = config.rollout.samples, config.evaluation.every
+    again = config.experience.repeat
+    begun = ", and answers begin as a stored one" if config.experience.prefix != "none" else ""
     folder = resumed or config.output.folder / (config.output.name or "DATE_TIME")
     saves = f"every {config.checkpoint.every} steps" if config.checkpoint.every else "never"
     between = f", every {every} steps" if every else ""
@@ -68,7 +70,8 @@ def plan(config: Config, startup: StartupResult, resumed: Path | None, processes
         f"Up to {config.experience.ratio:.0%} of a step's questions are replayed ones, once "
         f"{config.experience.start_pass_rate:.0%} of the answers of a step were right."
         if config.experience.ratio
-        else "Nothing is replayed.",
+        else "No answer is replayed.",
+        *[f"Up to {again:.0%} of a step's questions are asked again{begun}."] * (again > 0),
         f"Held-out questions: {sets}; asked before the first step, after the last one{between}.",
         f"Checkpoints: {saves}, {config.checkpoint.keep} stay. Results: {folder}.",
         *startup.notes,

@@ -26,7 +26,7 @@ with needs(__name__, "exgrpo[train]"):
     from exgrpo.tools.first import main as first
     from exgrpo.train.checkpoint.resume import AUTO
     from exgrpo.train.common.errors import ConfigError, ExgrpoError, LostProcessError, print_error
-    from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, leave, quiet
+    from exgrpo.train.common.process import INTERRUPTED, LAUNCHED, LAUNCHER, leave, quiet
     from exgrpo.train.config.command_line import one_line
     from exgrpo.train.config.recipe import parse_args
     from exgrpo.train.main import configure
@@ -129,6 +129,7 @@ def _start(options: LaunchOptions, arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     own = options.model_dump(exclude_defaults=True)
     os.environ[LAUNCHED] = shlex.join(f"--{name}={value}" for name, value in own.items())
+    os.environ[LAUNCHER] = str(os.getpid())
     # A store shared by restarts would keep the addresses of ended processes.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(

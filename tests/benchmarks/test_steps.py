@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import test_training_step
 from benchmarks.programs import ROOT
 from benchmarks.render import grids
 from benchmarks.test_training_step import EXGRPO, ON_POLICY, TRL
+from benchmarks.timing import OURS, Budget
 from benchmarks.workloads import TINY
 from tests.programs import python
 
@@ -73,6 +75,7 @@ def test_a_step_with_replay_is_measured_by_phase(tmp_path):
     assert facts["mfu"]["update"] > 0
 
 
+@pytest.mark.long
 def test_a_step_of_trl_is_measured_by_phase(tmp_path):
     pytest.importorskip("trl", reason="trl is not installed")
     row = test_training_step.measure(TINY, [TRL], tmp_path, rounds=2)[TRL]
@@ -80,3 +83,15 @@ def test_a_step_of_trl_is_measured_by_phase(tmp_path):
     assert {"generate", "grade", "score", "update"} == row.facts["phases"].keys()
     assert row.facts["generated_tokens"] == TINY.groups * TINY.samples * TINY.max_tokens
     assert row.facts["times_trl"] == (1.0, 1.0, 1.0)
+
+
+def test_heads_in_trl_give_the_gradients_of_full_logits(tmp_path):
+    pytest.importorskip("trl", reason="trl is not installed")
+    from benchmarks import test_trl_head
+
+    rows = test_trl_head.measure(TINY, tmp_path, torch.device("cpu"), Budget(0.0, least=1))
+    ran = {name: row.facts for name, row in rows.items() if row.seconds}
+    assert {*ran, test_trl_head.LIGER} == {*test_trl_head.ROWS}
+    # fp32 rounds to 6e-8, and a term of the loss that is left out or scaled wrongly changes some percent.
+    assert all(0 < facts["gradient_error"] < 1e-4 for facts in ran.values())
+    assert not any(facts["wrong"] for name, facts in ran.items() if name.startswith(OURS))

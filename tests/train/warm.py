@@ -15,6 +15,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import runpy
 import select
 import shutil
@@ -27,6 +28,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,7 @@ def _become(words: list[str], environment: dict[str, str], out: str, err: str) -
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(environment)
+    _keep_fork_server()
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -182,6 +185,30 @@ def _become(words: list[str], environment: dict[str, str], out: str, err: str) -
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _keep_fork_server() -> None:
+    """Fork the process that becomes the rank's fork server of graders, which would import for seconds."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.fork()
+    if not server:
+        ours.close()
+        code, numbers, *_ = socket.recv_fds(theirs, 1 << 16, 2)
+        theirs.close()
+        if code:  # the rank has not ended without it
+            exec(re.sub(r"main\(\d+, \d+", "main({}, {}".format(*numbers), code.decode()))
+        os._exit(0)
+    theirs.close()
+    spawn = util.spawnv_passfds
+
+    def spawned(path: bytes, words: list[str], files: list[int]) -> int:
+        if ours.fileno() < 0 or "multiprocessing.forkserver" not in words[-1]:
+            return spawn(path, words, files)
+        with ours:
+            socket.send_fds(ours, [words[-1].encode()], files)
+        return server
+
+    util.spawnv_passfds = spawned
 
 
 if __name__ == "__main__":

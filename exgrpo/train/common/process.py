@@ -34,6 +34,8 @@ INTERRUPTED = 130
 """Exit status of a program stopped by a user or the system."""
 LAUNCHED = "EXGRPO_LAUNCHED"
 """Environment variable in which `exgrpo train` passes its options to the processes that it starts."""
+LAUNCHER = "EXGRPO_LAUNCHER"
+"""Environment variable with the process id of `exgrpo train`, for the processes that it starts."""
 SERVER = "EXGRPO_SERVER"
 """Environment variable with the process id of a server, for its child processes."""
 LOOK_EVERY = 1.0
@@ -176,7 +178,8 @@ def leave(status: int) -> NoReturn:
 
 def end_with_launcher() -> None:
     """Stop this process when its launcher is gone: PyTorch's or DeepSpeed's, or the `deepspeed` that started it."""
-    line = [os.getpid(), os.getppid()]
+    # A launcher that is gone before a process looks is no longer its parent; what this one starts has another parent.
+    line = [os.getpid(), int(os.environ.pop(LAUNCHER, os.getppid()))]
     if "TORCHELASTIC_RUN_ID" not in os.environ and "deepspeed.launcher.launch" not in _command(line[-1]):
         return
     above = _parent(line[-1])

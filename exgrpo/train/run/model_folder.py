@@ -115,6 +115,8 @@ class Cards:
                 f"GRPO with experience replay (experience.ratio={replay.ratio:g}, compose={_short(replay.compose)}, "
                 f"prioritise={_short(replay.prioritise)}, objective.weigh={_short(config.objective.weigh)})"
             )
+        if replay.repeat:
+            method += f", asking questions again (experience.repeat={replay.repeat:g}, prefix={replay.prefix})"
         adapters = {"rank of the adapters": config.lora.rank} if config.lora.rank else {}
         # Stop strings are no EOS tokens of the model: users of the model have to set them.
         stop = {"strings that end an answer": ", ".join(f"`{string!r}`" for string in config.common_stop)}

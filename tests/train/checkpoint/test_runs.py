@@ -15,9 +15,9 @@ from tests.train.launch import MAIN, Ranks, completed
 from tests.train.run.test_run import untimed
 
 SMALL = (
-    *("--steps=8", "--questions=8", "--rollout.samples=4", "--rollout.engine=transformers"),
+    *("--steps=4", "--questions=8", "--rollout.samples=4", "--rollout.engine=transformers"),
     *("--data.train_limit=40", "--data.test_limit=16", "--experience.start_pass_rate=0"),
-    *("--checkpoint.every=2", "--evaluation.every=3", "--output.save_model=False"),
+    *("--checkpoint.every=1", "--evaluation.every=3", "--output.save_model=False"),
 )
 
 
@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, whole):
         wait_for_progress(tmp_path / "run", running)
         running.ranks[-1].send(signal.SIGKILL)
         running.finish()
-    assert find(tmp_path / "run")[0].step < 8
+    assert find(tmp_path / "run")[0].step < 4
     done = completed(MAIN, *arguments, ranks=2)
     assert "going on with" in done.stdout
     assert_same_but_for_rounding(untimed(tmp_path / "run"), untimed(whole))
@@ -89,22 +89,22 @@ def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path, 
     run = tmp_path / "damaged"
     shutil.copytree(whole, run)
     (run / FINISHED).unlink()
-    shard = sorted((run / "checkpoints" / "step_00000008" / "policy").glob("rank_00001_*.safetensors"))[0]
+    shard = sorted((run / "checkpoints" / "step_00000004" / "policy").glob("rank_00001_*.safetensors"))[0]
     flip(shard)
     (run / "config.yaml").write_text("")
     done = completed(MAIN, f"--resume={run}", ranks=2)
-    assert f"going on with {run} after step 6" in done.stdout
+    assert f"going on with {run} after step 3" in done.stdout
     assert done.stderr.count(f"{shard} is damaged") == 1
     assert done.stderr.count(f"{run / 'config.yaml'} is empty") == 1
     assert untimed(run) == untimed(whole)
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     config = (whole / "config.yaml").read_text().replace("resume: null", f"resume: {run}")
     assert (run / "config.yaml").read_text() == config
-    assert [found.step for found in find(run)] == [8, 6]
+    assert [found.step for found in find(run)] == [4, 3]
 
 
 def test_the_last_checkpoint_has_the_last_evaluation(whole):
     """A run that goes on with more steps keeps it in its log, and knows which model is the best one."""
     progress = find(whole)[0].manifest.progress
-    assert progress["evaluations"]["latest"]["step"] == 8
+    assert progress["evaluations"]["latest"]["step"] == 4
     assert progress["log"]["metrics"] == (whole / "metrics.jsonl").stat().st_size

@@ -213,7 +213,7 @@ def wrong_gradient(graph, inputs):
     [
         (wrong_output, "fp32", "log-probs differ from those of plain layers by"),
         (wrong_gradient, "bf16", "a result of shape .* is off by"),
-        ("aot_eager", "bf16", None),
+        pytest.param("aot_eager", "bf16", None, marks=pytest.mark.long),
     ],
 )
 def test_compiled_layers_are_taken_where_they_give_what_plain_ones_do(backend, dtype, said, tmp_path, monkeypatch):
