@@ -18,7 +18,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import summary
 from benchmarks.heads import default_backend
 from benchmarks.render import RESULTS, tables
 from benchmarks.timing import LOG, Budget, Groups
@@ -33,10 +32,7 @@ QUICK = ("test_head.py", "test_training_step.py")
 BUDGETS = {"tiny": Budget(0.0), "small": Budget(4.0, least=3, patience=3.0), "full": Budget(20.0)}
 """By `--sizes`, on a CPU."""
 GPU_SHARE = 0.25  # of the seconds on a GPU, whose calls are shorter and steadier
-SIZES = (
-    "small (the default): the head at two sizes and a training step, in four minutes on two cores, and the files that"
-    " are named; full: all files, operations, dtypes and real models; tiny: to try them out."
-)
+SIZES = "small: in four minutes on two cores; full: all files, operations, dtypes, real models; tiny: to try them out."
 SHAPE = (
     "A head of your own for test_head.py, by every row that can run: tokens, width, vocabulary, and float32, bfloat16"
     " (the default) or float16; several times for several heads."
@@ -109,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[GROUPS] = Groups(f"exgrpo {default_backend()}", deadline)
     progress = Progress(config)
     LOG.addHandler(progress)
-    LOG.setLevel(logging.DEBUG)
+    LOG.setLevel(logging.INFO)
     config.add_cleanup(lambda: LOG.removeHandler(progress))
     config.option.reportchars = "fE"  # the tables name the rows that did not run
     config.option.disable_warnings = True
@@ -119,23 +115,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Progress(logging.Handler):
-    """The group that is measured, a line each; on a terminal one line, with the row and its round."""
+    """The group that is measured, a line each."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__()
         self.plugins: Any = config.pluginmanager
-        self.group = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        reporter, text = self.plugins.get_plugin("terminalreporter"), record.getMessage()
-        reporter.showfspath, new = False, record.levelno >= logging.INFO
-        self.group = text if new else self.group
+        reporter = self.plugins.get_plugin("terminalreporter")
+        reporter.showfspath = False
         with self.plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-            if reporter.isatty:
-                line = text if new else f"{self.group}: {text}"
-                reporter.rewrite(line[: reporter._tw.fullwidth - 1], erase=True)
-            elif new:
-                reporter.write_line(text)
+            reporter.write_line(record.getMessage())
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -167,14 +157,12 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict) -> No
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the summary of the default rows, tables of the others, and the rows that did not run."""
-    found, quick = config.stash[GROUPS], config.getoption("sizes") == "small"
+    """Print the tables, and the rows that did not run."""
+    found = config.stash[GROUPS]
     console = Console(file=terminalreporter._tw._file, width=150, highlight=False)
-    brief = [row for row in found.rows if quick and summary.summarised(row)]
-    for table in (*tables(row for row in found.rows if row not in brief), *summary.tables(brief)):
+    for table in tables(found.rows):
         console.print("", table)
     lines = [f"Not measured: {row}: {'; '.join(reasons)}" for row, reasons in found.left_out().items()]
-    lines += summary.sentences(brief, found.ours)
     if record := config.getoption("benchmark_json", None):
         record = os.path.relpath(record)
         lines.append(f"All numbers: {record}; `python -m benchmarks.render {record}` makes tables of them.")

@@ -81,7 +81,7 @@ class LossInputs(NamedTuple):
 
 def make_problem(case: Case, device: torch.device) -> LossInputs:
     """Return the seeded inputs of a case; inactive tokens have the target IGNORED and the advantage 0."""
-    hidden, weight, target, _ = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
+    hidden, weight, target = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
     generator = torch.Generator(device).manual_seed(1)
     noise, advantage = torch.randn(2, case.tokens, generator=generator, device=device)
     old = kernels.linear_log_prob(hidden, weight, target, backend="torch").log_prob + OLD_NOISE * noise
@@ -157,27 +157,23 @@ class Implementation:
 
 
 class Ours(Implementation):
-    """A backend of exgrpo.kernels, with its default bound on memory or with `memory` bytes."""
+    """A backend of exgrpo.kernels, with its default bound on memory."""
 
     takes_ignored = True
 
-    def __init__(self, backend: str, memory: int | None = None) -> None:
-        self.name, self.backend, self.memory = f"{OURS} {backend}", backend, memory
-        self.quick = backend == default_backend() and memory is None
-        if memory is not None:
-            self.name += ", unbounded"
+    def __init__(self, backend: str) -> None:
+        self.name, self.backend = f"{OURS} {backend}", backend
+        self.quick = backend == default_backend()
 
     def missing(self, device: torch.device) -> str:
         return dispatch.unavailable(self.backend, device)
 
     def log_prob(self, hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        return kernels.linear_log_prob(hidden, weight, target, memory=self.memory, backend=self.backend)
+        return kernels.linear_log_prob(hidden, weight, target, backend=self.backend)
 
     def policy_loss(self, problem: LossInputs, entropy_coef: float) -> Tensor:
-        hidden, weight, target, old, advantage = problem
-        options: dict[str, Any] = {"entropy_coef": entropy_coef, "normalizer": len(target), "clip": (CLIP, CLIP)}
-        options |= {"memory": self.memory, "backend": self.backend}
-        return kernels.linear_policy_loss(hidden, weight, target, old, advantage, **options).loss
+        options: dict[str, Any] = {"normalizer": len(problem.target), "clip": (CLIP, CLIP), "backend": self.backend}
+        return kernels.linear_policy_loss(*problem, entropy_coef=entropy_coef, **options).loss
 
 
 def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,14 +8,13 @@ import torch
 from benchmarks import heads
 from benchmarks.heads import Case, Floor, FullLogits, Implementation, LossInputs, Ours
 from benchmarks.peers import PEERS
-from benchmarks.timing import FLOOR, LOG, PLAIN, Budget, Result, Results, race
+from benchmarks.timing import FLOOR, PLAIN, Budget, Result, Results, race
 from exgrpo.kernels.dispatch import BACKENDS
 
 ERROR_TOKENS = 256
 ROWS: tuple[Implementation, ...] = (
     Floor(),
     *(Ours(backend) for backend in BACKENDS),
-    *([Ours(heads.default_backend(), memory=1 << 40)] if torch.cuda.is_available() else []),
     FullLogits(),
     *(peer() for peer in PEERS),
     FullLogits(compiled=True),
@@ -29,7 +28,6 @@ def check(case: Case, rows: Sequence[Implementation], some: LossInputs) -> tuple
     results: Results = {}
     found: dict[str, dict[str, float]] = {}
     for row in rows:
-        LOG.debug("%s: errors", row.name)
         if reason := row.missing(some.hidden.device):
             results[row.name] = Result(reason=reason)
         elif not isinstance(row, Floor):

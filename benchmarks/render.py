@@ -97,17 +97,12 @@ def grids(rows: Iterable[Row]) -> list[Grid]:
     return result
 
 
-def table_of(title: str, header: Iterable[str]) -> Table:
-    """Return an empty table for a terminal; its first column, of names, has no title."""
-    table = Table("", title=title, title_justify="left")
-    for column in header:
-        table.add_column(column, justify="right")
-    return table
-
-
 def tables(rows: Iterable[Row]) -> Iterator[Table]:
+    """Yield the tables of a terminal."""
     for grid in grids(rows):
-        table = table_of(grid.title, grid.header[1:])
+        table = Table("", title=grid.title, title_justify="left")
+        for column in grid.header[1:]:
+            table.add_column(column, justify="right")
         for line in grid.lines:
             table.add_row(*line)
         yield table

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.programs import ProgramError, answer_of
-from benchmarks.timing import LOG, Result, Results, clock, paired_ratio, paired_spread
+from benchmarks.timing import Result, Results, clock, paired_ratio, paired_spread
 from benchmarks.workloads import Workload, workloads
 
 Facts = dict[str, Any]
@@ -74,7 +74,6 @@ def results(steps: dict[str, list[Facts]]) -> Results:
             "generated_tokens": statistics.mean(step["generated_tokens"] for step in of_row),
             "seconds_per_token": statistics.median(per_token(of_row)),
             "children_bytes": of_row[-1].get("children_bytes"),
-            "tokens_per_second": 1 / statistics.median(per_token(of_row)),
         }
         if all("mismatch" in step for step in of_row):
             facts["mismatch"] = statistics.mean(step["mismatch"] for step in of_row)
@@ -98,7 +97,6 @@ def measure(workload: Workload, chosen: Sequence[str], folder: Path, rounds: int
     for row, (module, options) in programs(workload, folder).items():
         if row not in chosen or row in rows:
             continue
-        LOG.debug("%s: %d steps", row, workload.warmup + rounds)
         try:
             taken = answer_of(module, folder / f"{row}.json", *options, "--steps", str(workload.warmup + rounds))
         except ProgramError as error:

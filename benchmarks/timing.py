@@ -25,7 +25,7 @@ FLUSHED_BYTES = 128 << 20
 """Written between two calls, so that none finds its inputs in a cache: more than most last-level caches hold."""
 MOST_ROUNDS = 50
 LOG = logging.getLogger(__name__)
-"""INFO: the group that is measured; DEBUG: the call that is timed next."""
+"""The group that is measured."""
 
 Call = Callable[[], Any]
 
@@ -68,7 +68,6 @@ def interleave(
 
     failed = {}
     for name, call in () if warm else calls.items():
-        LOG.debug("%s: warm-up", name)
         try:
             timed(call)
         except Exception as error:  # whatever a peer raises is the reason why its row is skipped
@@ -82,7 +81,6 @@ def interleave(
         while names and (done < budget.least or (done < MOST_ROUNDS and time.perf_counter() < stop)):
             first = done % len(names)
             for name in names[first:] + names[:first]:
-                LOG.debug("%s: round %d", name, done + 1)
                 seconds[name].append(timed(calls[name]))
             done += 1
             if done == 1:

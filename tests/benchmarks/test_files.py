@@ -1,21 +1,15 @@
-"""What a run without options collects, its summary, the picture of README, and a step of the measured experience."""
+"""What a run without options collects, the picture of README, and a step of the measured experience."""
 
 import json
 import re
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
-from benchmarks import render_head, summary
+from benchmarks import render_head
 from benchmarks import test_experience as benchmark
 from benchmarks.conftest import pytest_ignore_collect
-from benchmarks.timing import PLAIN
-
-OURS, PEER = "exgrpo cpu", "a peer"
-LOSS, FORWARD = (f"{operation} float32 512x896x32000" for operation in ("policy_loss", "forward"))
 
 
 @pytest.mark.parametrize(
@@ -32,55 +26,6 @@ LOSS, FORWARD = (f"{operation} float32 512x896x32000" for operation in ("policy_
 def test_other_files_run_if_they_are_named_or_with_all_sizes(file, sizes, argument, ignored):
     config = SimpleNamespace(args=[argument], getoption=lambda _: sizes)
     assert bool(pytest_ignore_collect(Path("benchmarks") / file, config)) == ignored
-
-
-def head(group, name, median, peak=None, **facts):
-    peak = {} if peak is None else {"peak_bytes": peak << 20}
-    return {"group": group, "row": name, "median": median, "times_ours": median / 0.5, **peak, **facts}
-
-
-def step(name, ratio):
-    ratios = {"times_trl": (ratio, ratio, ratio), "memory_times_trl": 0.7}
-    group = "training step: default run, in turn"
-    return {"group": group, "row": name, "median": ratio, "peak_bytes": 1 << 30, **ratios}
-
-
-ROWS = [
-    head(LOSS, "floor", 0.4),
-    head(LOSS, PLAIN, 0.8, 600),
-    head(LOSS, PEER, 0.625, 150, wrong=True),
-    head(LOSS, OURS, 0.5, 60, floor_over_time=0.8),
-    head(FORWARD, OURS, 0.5, 1),
-    head(LOSS, "slow", 2.0, 1),
-    head(FORWARD, "slow", 0.1, 1),
-    step("trl", 1.0),
-    step("on-policy", 0.44),
-]
-
-
-def test_the_summary_answers_in_words():
-    assert all(map(summary.summarised, ROWS))
-    assert not summary.summarised(head(f"scaling of T: {LOSS}", OURS, 1.0))
-    assert list(summary.sentences(ROWS, OURS)) == [
-        "512 tokens, width 896, vocabulary 32,000, float32: the policy loss takes 0.62 of the time of full logits and"
-        " 1/10 of the memory; 0.80 of the time of the fastest other, a peer, and 0.40 of the memory.",
-        "Training step: default run: on-policy takes 0.44 of the time and 0.70 of the memory of TRL's GRPOTrainer.",
-    ]
-    assert not list(summary.sentences([ROWS[0], ROWS[1]], OURS))
-
-
-def test_the_tables_have_each_row_once_with_its_numbers():
-    console = Console(file=StringIO(), width=150)
-    for table in summary.tables(ROWS):
-        console.print(table)
-    lines = console.file.getvalue().splitlines()
-    (ours,) = (line for line in lines if OURS in line)
-    assert [cell.strip() for cell in ours.split("│")[1:-1]] == [
-        *(OURS, "500 ms", "1.00", "0.80", "60", "500 ms", "1.00", ""),
-    ]
-    assert any(f"{PEER} WRONG" in line for line in lines)
-    assert sum("trl" in line for line in lines) == 1
-    assert not any("floor " in line and "400 ms" in line for line in lines)
 
 
 ROOT = Path(__file__).parents[2]
