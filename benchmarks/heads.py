@@ -81,7 +81,7 @@ class LossInputs(NamedTuple):
 
 def make_problem(case: Case, device: torch.device) -> LossInputs:
     """Return the seeded inputs of a case; inactive tokens have the target IGNORED and the advantage 0."""
-    hidden, weight, target, _ = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
+    hidden, weight, target = make_inputs(case.tokens, case.width, case.vocabulary, case.dtype, device)
     generator = torch.Generator(device).manual_seed(1)
     noise, advantage = torch.randn(2, case.tokens, generator=generator, device=device)
     old = kernels.linear_log_prob(hidden, weight, target, backend="torch").log_prob + OLD_NOISE * noise

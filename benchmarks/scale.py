@@ -3,14 +3,13 @@
     python -m benchmarks.scale --questions 1000000 --trajectories 10000000 --tokens 64 --folder DIR
 
 A replay with the default options is filled with synthetic answers, makes steps of 128 questions with 8 answers each,
-and is saved, saved again and loaded. The figures are printed, and written to DIR/scale.json.
+and is saved and loaded. The figures are printed, and written to DIR/scale.json.
 """
 
 import argparse
 import datetime
 import gc
 import json
-import resource
 import shutil
 import statistics
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from benchmarks import test_experience as experience
+from benchmarks.memory import status
 from exgrpo.train.common.durable import read_checked, write_checked
 from exgrpo.train.data.prompts import PromptFormat
 from exgrpo.train.data.questions import QuestionSet, question_set
@@ -35,17 +35,13 @@ T = TypeVar("T")
 WHAT = {
     "question_bytes": "memory of a question with its prompt and texts",
     "trajectory_bytes": "memory of a stored trajectory",
-    "mapped_bytes": "mapped files in addition, which the system can reclaim",
-    "loaded_bytes": "memory of a trajectory after a load",
-    "peak_bytes": "largest resident memory of the process, mapped files included",
     "plan": "plan a step",
     "select": "select stored answers",
     "store": "store a step's answers",
-    "first_save": "first save",
-    "later_save": "save after a further step",
+    "save": "save",
     "tidy": "move the answers together, half of which have left",
     "load": "load",
-    "disk_bytes": "files after the first save",
+    "disk_bytes": "saved files",
 }
 """Measured quantities: bytes, and CPU seconds; medians for those of a step."""
 
@@ -58,11 +54,10 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def resident(kind: str) -> int:
-    """Return the bytes of resident memory of a kind: RssAnon, or RssFile for mapped files."""
-    gc.collect()  # benchmarks.memory reads it, too, but imports torch, which would be measured
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) * 1024
+def resident() -> int:
+    """Return the bytes of resident memory, without mapped files."""
+    gc.collect()
+    return status("RssAnon")
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
@@ -106,9 +101,9 @@ def fill(replay: Replay, sizes: Sizes, rng: np.random.Generator) -> None:
     vars(replay.memory).update(arrays, retired=arrays["retired"] != 0)
 
 
-def empty(sizes: Sizes, folder: Path | None) -> Replay:
+def empty(sizes: Sizes) -> Replay:
     """Return an empty replay, which selects without a model's scores."""
-    config = ExperienceConfig(start_pass_rate=0.0, trajectory="random", folder=folder)
+    config = ExperienceConfig(start_pass_rate=0.0, trajectory="random")
     return Replay(MethodOptions(config, experience.SAMPLES), sizes.questions, seed=1)
 
 
@@ -122,18 +117,17 @@ def make_step(replay: Replay, sizes: Sizes, rng: np.random.Generator, step: int)
     return plan, select, store
 
 
-def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]:
-    """Return all figures of WHAT, with tokens in RAM or in files of a folder."""
+def measure(sizes: Sizes, folder: Path) -> dict[str, float]:
+    """Return all figures of WHAT."""
     shutil.rmtree(folder, ignore_errors=True)
-    rng, before = np.random.default_rng(0), resident("RssAnon")
+    rng, before = np.random.default_rng(0), resident()
     questions = questions_of(sizes.questions)
-    found = {"question_bytes": (resident("RssAnon") - before) / len(questions)}
+    found = {"question_bytes": (resident() - before) / len(questions)}
     del questions
 
-    before, mapped, replay = resident("RssAnon"), resident("RssFile"), empty(sizes, tokens)
+    before, replay = resident(), empty(sizes)
     fill(replay, sizes, rng)
-    found["trajectory_bytes"] = (resident("RssAnon") - before) / sizes.trajectories
-    found["mapped_bytes"] = (resident("RssFile") - mapped) / sizes.trajectories
+    found["trajectory_bytes"] = (resident() - before) / sizes.trajectories
     steps = [make_step(replay, sizes, rng, experience.STEPS + number) for number in range(1, MEASURED_STEPS + 1)]
     found |= zip(("plan", "select", "store"), map(statistics.median, zip(*steps, strict=True)), strict=True)
 
@@ -143,20 +137,14 @@ def measure(sizes: Sizes, folder: Path, tokens: Path | None) -> dict[str, float]
         return write_checked(folder, state.arrays), state.values
 
     folder.mkdir()
-    found["first_save"], _ = timed(save)
+    found["save"], (name, values) = timed(save)
     found["disk_bytes"] = sum(path.stat().st_size for path in folder.iterdir())
-    make_step(replay, sizes, rng, experience.STEPS + MEASURED_STEPS + 1)
-    found["later_save"], (name, values) = timed(save)
     table = replay.memory.table
     table.remove(table.rows()[rng.permutation(len(table))[: len(table) // 2 + 1]])
     found["tidy"], _ = timed(table.tidy)
 
-    replay = empty(sizes, tokens)  # frees the earlier one
-    del table
-    before = resident("RssAnon")
+    replay = empty(sizes)
     found["load"], _ = timed(lambda: replay.restore(ReplayState(values, read_checked(folder, name))))
-    found["loaded_bytes"] = (resident("RssAnon") - before) / len(replay.memory.table)
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 
 
@@ -165,15 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=10_000)
     parser.add_argument("--trajectories", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
-    parser.add_argument("--mapped", action="store_true", help="keep tokens in files of the folder (experience.folder)")
     parser.add_argument("--folder", type=Path, required=True, help="folder for saved files and scale.json")
     options = parser.parse_args(arguments)
     sizes = Sizes(options.questions, options.trajectories, options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)
-    found = measure(sizes, options.folder / "experience", options.folder if options.mapped else None)
+    found = measure(sizes, options.folder / "experience")
     for name, what in WHAT.items():
         print(f"{what:75}", f"{found[name]:,.0f} bytes" if name.endswith("bytes") else f"{found[name]:.4f} s")
-    record = {"date": datetime.date.today().isoformat(), **sizes._asdict(), "mapped": options.mapped, **found}
+    record = {"date": datetime.date.today().isoformat(), **sizes._asdict(), **found}
     (options.folder / "scale.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

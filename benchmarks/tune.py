@@ -69,7 +69,7 @@ def fastest(plans: Sequence[LaunchPlan], run: Run, device: torch.device, budget:
 
 def tune(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, budget: float) -> tuple[str, LaunchPlan]:
     """Return the key and the fastest plan for heads of T, D, V: row kernels, then tiles, then the kind of product."""
-    hidden, weight, target, _ = make_inputs(*size, dtype, device)
+    hidden, weight, target = make_inputs(*size, dtype, device)
     hidden.requires_grad_()
     advantage = torch.ones(size[0], device=device)
 

@@ -52,7 +52,7 @@ def pytest_configure(config):
 
 
 def pytest_collection():
-    """Look for garbage only among what tests make: to pass over all modules again and again takes a second each time."""
+    """Look for garbage only among what tests make: passing over all modules takes a second each time."""
     gc.disable()
 
 

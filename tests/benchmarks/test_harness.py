@@ -67,24 +67,6 @@ def test_every_row_computes_the_operation_and_tokens_that_are_not_active_do_not_
         assert (row.call(some, problem)().gradients[0][~problem.active] == 0).all()
 
 
-def test_gradients_of_the_policy_loss_are_those_of_finite_differences():
-    some = heads.Case(heads.POLICY_LOSS, 3, 4, 7, torch.float32)
-    problem = heads.make_problem(some, CPU).part(3, torch.float64)
-
-    def loss(hidden, weight):
-        ratio = (heads.full_logits(hidden, weight, problem.target)[0] - problem.old_log_prob).exp()
-        clipped = ratio.clamp(0.8, 1.2) * problem.advantage
-        return -torch.minimum(ratio * problem.advantage, clipped).mean()
-
-    for place, gradient in enumerate(heads.FullLogits().call(some, problem)().gradients):
-        leaves = [x.detach().clone() for x in problem[:2]]
-        leaves[place].view(-1)[5] += 1e-6
-        above = loss(*leaves)
-        leaves[place].view(-1)[5] -= 2e-6
-        # A step of 1e-6 leaves about 1e-10 of rounding in a difference of float64.
-        assert gradient.view(-1)[5].item() == pytest.approx((above - loss(*leaves)).item() / 2e-6, rel=1e-5, abs=1e-8)
-
-
 class Broken(heads.FullLogits):
     """A row that raises an error."""
 
@@ -233,15 +215,14 @@ def test_peak_memory_of_a_known_allocation(mebibytes):
 
 @pytest.mark.parametrize("shape", [(512, 64, 1000), (256, 256, 8000)])
 def test_inputs_are_as_sharp_as_a_language_model(shape):
-    hidden, weight, target, entropy = inputs = make_inputs(*shape, torch.float32, CPU)
+    hidden, weight, target = inputs = make_inputs(*shape, torch.float32, CPU)
     again = make_inputs(*shape, torch.float32, CPU)
     assert all(torch.equal(a, b) for a, b in zip(inputs, again, strict=True))
-    entropy = entropy.double()
+    log_prob = torch.log_softmax((hidden @ weight.T).double(), -1)
+    entropy = -(log_prob.exp() * log_prob).sum(-1)
     assert 0.4 < entropy.mean() < 0.8
     assert entropy.median() < 0.3
     assert entropy.quantile(0.99) > 2
-    log_prob = torch.log_softmax((hidden @ weight.T).double(), -1)
-    assert torch.allclose(-(log_prob.exp() * log_prob).sum(-1), entropy, atol=1e-3)
     # Targets are sampled: their mean surprise is the mean entropy, within four standard errors.
     surprise = -log_prob.gather(-1, target[:, None]).squeeze(-1)
     assert abs(surprise.mean() - entropy.mean()) < 4 * surprise.std() / len(surprise) ** 0.5

@@ -12,7 +12,6 @@ from exgrpo.train.metrics.report.runs import load_run
 from studies.findings import Findings
 from studies.page import tables
 from studies.results import ResultFile, curves_of
-from studies.statistics import height
 from studies.study import load_study
 from studies.summary import headline
 from tests.studies.plans import PLAN, result, write
@@ -51,16 +50,6 @@ def test_tables_say_what_the_runs_came_to(tmp_path):
     assert equal.headings[8:] == ["Pass@1 at 100% of the seconds", "Pass@8 at 100% of the seconds"]
     assert replayed[6:8] == replayed[2:4], "in these results seconds are tokens"
     assert replayed[8].startswith("**+0.200 ")
-
-
-def test_a_choice_may_be_any_value(tmp_path):
-    search = {"over": {"objective.normalize": ["constant", "token"], "optimizer.lr": [1e-4]}, "seeds": [9]}
-    study, file = load_study(write(tmp_path, search=search)), ResultFile(tmp_path / "r.jsonl")
-    for _ in range(2):  # the search, and what it has chosen
-        for run in list(study.known(lambda key: height(file.by_key.get(key)))):
-            file.add(result(run.key, 0.1, 0.2, 0.3))
-    _, cost, _ = tables(Findings.of(study, file))
-    assert cost.rows[0][-1] == "objective.normalize constant, optimizer.lr 0.0001"
 
 
 def test_below_five_seeds_nothing_is_in_bold_and_the_tables_say_why(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 import studies.run
 from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.metrics.report.runs import load_run
-from studies.left import Left, left_of
 from studies.origin import Origin
 from studies.results import ResultFile
 from studies.runner import KEPT, Run, RunFailedError
@@ -130,23 +129,6 @@ def test_a_study_that_is_stopped_says_how_it_goes_on(tmp_path, scripted, capsys)
     scripted.interrupting = {("with", 0)}
     assert run(tmp_path, write(tmp_path)) == 130
     assert "the same command resumes it" in capsys.readouterr().err
-
-
-def test_time_left_is_that_of_runs_on_the_same_task(tmp_path):
-    study = load_study(write(tmp_path, seeds=[0, 1, 2]))
-    results = ResultFile(tmp_path / "results.jsonl")
-    left = left_of(study, results, results.by_key.get)
-    assert (left.done, left.left, left.unknown) == (0, 6, 6)
-    assert left.time(2) == "time left not known yet"
-    for arm, seconds in (("without", 10.0), ("with", 30.0)):
-        planned = study.planned("countdown", arm, 0, {})
-        results.add(result(planned.key, 0.1, seconds=seconds))
-    left = left_of(study, results, results.by_key.get)
-    assert left.of == {("without", "countdown"): (1, 3), ("with", "countdown"): (1, 3)}
-    assert left.seconds == pytest.approx(4 * (20 + 8))
-    assert left.unknown == 0
-    assert Left({}, 600.0, 0).time(2) == "about 5 min left"
-    assert Left({}, 36_000.0, 3).time(2) == "more than about 5.0 h left"
 
 
 SMALL = {"steps": 2, "questions": 4, "data.train_limit": 50, "data.test_limit": 8, "evaluation.samples": 2}

@@ -4,7 +4,6 @@ import json
 from math import nan
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -217,15 +216,3 @@ def test_whatever_stands_in_a_row_is_read_or_named(tmp_path_factory, sound, data
     path = write_rows(folder / "any.jsonl", [json.dumps(changed(data.draw, row)), row])
     told = import_answers(path, folder / "set", columns, skip_bad=True)
     assert told.counts[ANSWERS] == len(rows_of(folder / "set")) >= 1
-
-
-def test_long_files_are_written_some_rows_at_a_time_and_the_card_tells_of_them(tmp_path):
-    rows = [verl(i % 6, f"\\boxed{{{i}}}", i / 3000) for i in range(3000)]
-    told = import_answers(write_rows(tmp_path / "1.jsonl", rows), tmp_path / "set", VERL)
-    assert "answers: 3,000" in str(told)
-    (file,) = (tmp_path / "set" / "data").iterdir()
-    assert pq.ParquetFile(file).metadata.num_row_groups == 6
-    assert [row.reward for row in rows_of(tmp_path / "set")] == [row["score"] for row in rows]
-    text = (tmp_path / "set" / "README.md").read_text()
-    assert "from files of another project" in text
-    assert "- answers: 3,000" in text

@@ -273,16 +273,6 @@ def test_what_does_not_fit_and_what_comes_again_is_left_out_and_told(tmp_path):
     assert told.endswith("left out: 1 longer than an answer may be, 1 without a token, 1 repeated")
 
 
-def test_where_solutions_are_stored_once_so_they_are_here(tmp_path):
-    rows = [trace(0, text, key=key, reward=1) for text, key in (("5", 1), ("6", 1), ("7", 2), ("8", 0), ("9", 0))]
-    path = write(tmp_path / "traces.jsonl", *rows, rows[-1])
-    assert len(stored(begin(path)[0])) == 5
-    assert len(stored(begin(path, **{"experience.admit": "nothing"})[0])) == 5
-    assert len(stored(begin(path, **{"experience.admit": "all"})[0])) == 6
-    found = stored(begin(path, **{"experience.admit": "solutions"})[0])
-    assert [one.response[0] for one in found] == [6, 7, 8, 9]
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -17,7 +17,7 @@ from exgrpo.tools.report import main
 from exgrpo.train.common.errors import ReportError
 from exgrpo.train.metrics.log_files import Sample, SampledAnswer, to_line
 from exgrpo.train.metrics.report.page import FOLDER, write_report
-from exgrpo.train.metrics.report.runs import ABSENT, group_runs, half_width, load_run, mean_curve
+from exgrpo.train.metrics.report.runs import ABSENT, group_runs, half_width, load_run
 from tests.browser import ask, wait
 from tests.browser import browser as browser
 from tests.programs import python
@@ -94,14 +94,6 @@ def test_half_a_confidence_interval(runs):
     sample = np.random.default_rng(runs).normal(size=(runs, 3))
     low, high = scipy.stats.t.interval(0.95, runs - 1, sample.mean(0), scipy.stats.sem(sample))
     np.testing.assert_allclose(half_width(sample), (high - low) / 2, rtol=3e-4)
-
-
-def test_means_stand_at_the_steps_all_seeds_reached_and_at_their_mean_cost():
-    first = {"step": np.array([1.0, 2, 3]), "y": np.array([1.0, 2, 3]), "cost": np.array([10.0, 20, 30])}
-    second = {"step": np.array([1.0, 2, 3]), "y": np.array([np.nan, 4, 7]), "cost": np.array([20.0, 40, 60])}
-    curve = mean_curve([first, second, {"step": np.array([1.0])}], "cost", "y")
-    assert (curve.x.tolist(), curve.y.tolist()) == ([30, 45], [3, 5])
-    np.testing.assert_allclose(curve.high - curve.y, 12.706 * np.array([1.0, 2.0]), rtol=1e-6)
 
 
 def test_what_differs_in_more_than_the_seed_is_not_averaged(tmp_path):

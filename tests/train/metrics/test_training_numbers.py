@@ -1,6 +1,5 @@
 """The numbers of training steps, against numpy and counts of what the steps show from outside."""
 
-import copy
 import dataclasses
 import math
 import re
@@ -12,7 +11,6 @@ import torch
 
 from exgrpo.train.common.records import SHARED, Rollout
 from exgrpo.train.common.step_batch import StepBatch
-from exgrpo.train.config.options import ExperienceConfig
 from exgrpo.train.metrics.display import COLUMNS
 from exgrpo.train.metrics.utilisation import FORWARD, FROZEN_BACKWARD, Utilisation, matrix_rate
 from exgrpo.train.policy.flops import Reading, together
@@ -25,8 +23,7 @@ from exgrpo.train.policy.update import (
     count_log_ratios,
     log_ratio_quantiles,
 )
-from exgrpo.train.replay import MethodOptions, PlannedGroup, Replay
-from tests.train.batches import Row, make_batch, rows_of, trajectories
+from tests.train.batches import rows_of
 from tests.train.fakes import fake_score, one_of_two
 from tests.train.launch import ROOT
 from tests.train.shapes import SMALL
@@ -43,25 +40,6 @@ def test_replays_of_a_trajectory_are_counted():
         assert result.metrics["replayed_times"] == pytest.approx(np.mean(times) if times else np.nan, nan_ok=True)
         assert result.metrics["replayed_times_max"] == pytest.approx(max(times, default=np.nan), nan_ok=True)
     assert max(seen.values()) > 1
-
-
-def test_replays_are_counted_on_after_a_resume_and_when_the_same_answer_is_written_again():
-    def replayed(replay):
-        return replay.select([PlannedGroup(0, K - 1, 1)], lambda candidates: None).replays.tolist()
-
-    def written(rewards, step):
-        return make_batch([(0, [Row(reward, (i,), step=step) for i, reward in enumerate(rewards)])])
-
-    setting = MethodOptions(ExperienceConfig(start_pass_rate=0.0, trajectory="shortest"), K)
-    replay, resumed = (Replay(setting, 2, 0) for _ in range(2))
-    replay.store(written([1.0, 0.0, 0.0, 0.0], 1), 1)
-    assert [replayed(replay), replayed(replay)] == [[1], [2]]
-    replay.store(written([1.0, 0.0, 0.0, 0.0], 2), 2)
-    assert [row.step for row in trajectories(replay.memory, 0)] == [2]
-    resumed.restore(copy.deepcopy(replay.state()))
-    assert replayed(resumed) == replayed(replay) == [3]
-    replay.store(written([1.0] * K, 3), 3)
-    assert replay.memory.table.column("replays").tolist() == [], "a solved question leaves nothing"
 
 
 def test_groups_without_an_advantage_or_outside_the_trained_band_are_counted():
