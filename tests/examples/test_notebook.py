@@ -21,13 +21,12 @@ def outputs(notebook):
 
 def assert_right(notebook):
     (kernels, training, curves, answer), kinds = outputs(notebook)
-    differences = [float(word) for word in kernels.split() if "e-" in word]
+    differences = [float(word.strip(",")) for word in kernels.split() if "e-" in word]
     assert len(differences) == 2
     assert max(differences) < 1e-4  # of sums of 32,000 terms in float32
     assert "with_replay" in training
     assert curves.count("held-out") == 4
     assert "reward " in answer
-    assert answer.strip().endswith("runs/first/report.html")
     assert "application/vnd.plotly.v1+json" in kinds
 
 

@@ -71,7 +71,7 @@ def test_the_tuner_chooses_what_the_clock_says(monkeypatch, capsys):
         return {name: [seconds(call.args[0])] for name, call in calls.items()}, {}
 
     monkeypatch.setattr(launch, "PLANS", dict(launch.PLANS))
-    monkeypatch.setattr(tune, "make_inputs", lambda *_: (torch.ones(1), torch.ones(1), None, None))
+    monkeypatch.setattr(tune, "make_inputs", lambda *_: (torch.ones(1), torch.ones(1), None))
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "run_with", run_with)
     monkeypatch.setattr(tune, "interleave", interleave)

@@ -27,7 +27,7 @@ from exgrpo.train.policy.source import find_model
 from exgrpo.train.policy.tokenizer import DTYPES
 from exgrpo.train.rollout.engine import Sampling
 from exgrpo.train.rollout.transformers.engine import TransformersEngine
-from exgrpo.train.run.memory import MOMENTS, NF4_BYTES, gpu_memory, peak, rollout_memory, slots
+from exgrpo.train.run.memory import MOMENTS, NF4_BYTES, gpu_memory, peak, rollout_memory
 from tests.kernels.test_memory import PeakMemory
 from tests.train import tiny
 from tests.train.launch import completed
@@ -137,22 +137,6 @@ def test_what_the_head_may_take_is_counted():
     assert default - less == pytest.approx(0.75 * 2**30, rel=1e-6)
 
 
-def test_offloaded_states_leave_the_gpu():
-    shape = shape_like(llama())
-    on, off = (recipe(policy={"dtype": "bf16"}, distributed={"offload_optimizer": o}) for o in (False, True))
-    moved = peak(gpu_memory(on, shape, 2), "step") - peak(gpu_memory(off, shape, 2), "step")
-    copies = sizes(gpu_memory(on, shape, 2))["AdamW's own copies"]["step"]
-    shard = shape.sharded(2)
-    assert moved == 16 * shard + copies
-
-
-def test_the_reference_of_a_run_with_adapters_is_those_of_its_start():
-    for kl_coef, expected in ((0.1, 4), (0.0, 0)):
-        config = recipe(policy={"dtype": "bf16"}, lora={"rank": 4}, objective={"kl_coef": kl_coef})
-        found = sizes(gpu_memory(config, SMALL, 1))
-        assert found["reference"]["loss"] == expected * SMALL.adapters(LoraConfig(rank=4))
-
-
 def mapping(**values):
     return st.fixed_dictionaries(values)
 
@@ -197,27 +181,6 @@ def test_smaller_batches_checkpointing_and_offloading_never_take_more_memory(sec
     for section, key in (("policy", "gradient_checkpointing"), ("distributed", "offload_optimizer")):
         off, on = (recipe(**{**sections, section: {**sections[section], key: value}}) for value in (False, True))
         assert never_more(peaks(on), peaks(off))
-
-
-VLLM = {"engine": "vllm", "samples": 4, "max_tokens": 84, "batch_tokens": 100}
-
-
-def test_vllms_cache_limits_what_it_generates_at_once():
-    small = recipe(questions=64, rollout={**VLLM, "kv_cache_gib": 1e-4})
-    held = (16 + 84 / 2) * SMALL.kv_bytes(4)
-    assert slots(small, SMALL, 1, 16) == int(1e-4 * 2**30 // held) < 64 * 4
-    (item,) = [item for item in rollout_memory(small, SMALL, 1) if "cache" in item.name]
-    assert item.rollout == 1e-4 * 2**30
-
-
-def test_where_an_engine_that_sleeps_keeps_its_weights():
-    for level, on_gpu in ((0, True), (1, False), (2, False)):
-        config = recipe(rollout={**VLLM, "sleep_level": level})
-        weights = rollout_memory(config, SMALL, 2)[0]
-        assert weights.rollout == 4 * SMALL.total
-        assert weights.backward == (4 * SMALL.total if on_gpu else 0)
-    config = recipe(rollout={**VLLM, "engine": "server", "servers": ["http://elsewhere:8000"]})
-    assert rollout_memory(config, SMALL, 2) == ()
 
 
 @pytest.mark.parametrize(
