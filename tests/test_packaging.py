@@ -64,7 +64,7 @@ def archive(tmp_path_factory):
     sources, made = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("archive")
     for name in ("setup.py", "pyproject.toml", *re.findall(r"\S+\.\w+", (ROOT / "MANIFEST.in").read_text())):
         shutil.copy(ROOT / name, sources)
-    for name in ("MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("MANIFEST.in", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, sources)
     for name in ("csrc", "exgrpo"):
         shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build.json"))
@@ -143,7 +143,7 @@ def test_the_source_archive_has_what_a_build_needs(archive):
     compiled = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*")}
     assert compiled
     assert files_of_the_package() | compiled <= names
-    assert {"setup.py", "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "CHANGELOG.md", "CITATION.cff"} <= names
     assert not [name for name in names if name.startswith("tests")]
     assert archive.stat().st_size < 5e6
 
