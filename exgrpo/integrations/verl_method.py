@@ -48,8 +48,12 @@ METHODS = Path(__file__).parents[2] / "recipes" / "replay"
 """Recipes by name, if this package is a checkout."""
 SOLUTION = "key"
 """Item of a reward's result in verl that identifies a solution: a text, equal for answers that differ only in form."""
-AGGREGATED = {"constant": "seq-mean-token-sum-norm", "token": "token-mean"}
-AGGREGATED |= {"sequence": "seq-mean-token-mean", "answer": "seq-mean-token-sum"}
+AGGREGATED = {
+    "constant": "seq-mean-token-sum-norm",
+    "token": "token-mean",
+    "sequence": "seq-mean-token-mean",
+    "answer": "seq-mean-token-sum",
+}
 """verl's loss_agg_mode, by objective.normalize."""
 ELSEWHERE = {
     "questions": "set data.train_batch_size of verl",

@@ -22,7 +22,7 @@ NAME = "exgrpo"
 VERSION = int(__version__.partition(".")[0])
 """The Hub has a branch for each version of a kernel, within which its functions stay as they are."""
 VARIANTS = ("cpu", "cuda", "rocm")
-"""What torch is built for; the files of all are the same."""
+"""Backends of torch with a variant each; their files are the same."""
 COMPILED = ("__main__.py", "cpu_chunks", "cuda_chunks")
 """Left out: what needs compiled files, and the program that shows them."""
 CARD = f"""---

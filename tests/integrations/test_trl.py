@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed: pip install 'trl>=1.16,<2'", exc_type=ImportError)
 
-import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import AutoModelForCausalLM
 

@@ -44,6 +44,11 @@ def test_it_shows_the_configuration_the_plan_memory_and_flops(dry, monkeypatch, 
     assert "GPU" not in rest
 
 
+def test_it_says_which_questions_are_asked_again(dry):
+    text = dry("--experience.ratio=0", "--experience.repeat=0.25", "--experience.prefix=success")
+    assert "Up to 25% of a step's questions are asked again, and answers begin as a stored one." in text
+
+
 def test_it_plans_for_the_machine_that_is_named(dry):
     text = dry("--machine=H200x8")
     assert "8 processes train " in text

@@ -147,6 +147,14 @@ def test_a_rank_ends_with_its_launcher_and_a_worker_with_its_server_and_so_does_
     assert gone(ids[1])  # by itself, as its process has ended
 
 
+def test_a_rank_ends_whose_launcher_was_gone_before_it_looked(monkeypatch):
+    launcher = python("")
+    launcher.wait(PATIENCE)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "exgrpo")
+    monkeypatch.setenv("EXGRPO_LAUNCHER", str(launcher.pid))
+    assert python(LAST.format(watch=RANK)).wait(PATIENCE) == -signal.SIGTERM
+
+
 def test_a_process_without_this_launcher_outlives_its_parent(tmp_path):
     rank, parent, top = chain(tmp_path, RANK, launcher="another.launcher")
     os.kill(top, signal.SIGKILL)
