@@ -1,4 +1,4 @@
-"""Checks for the doctor that fail in every way there is, and the program that does one of them."""
+"""Checks for the doctor that fail in every way there is, the program that does one of them, and their doctor."""
 
 import json
 import os
@@ -61,4 +61,9 @@ CHECKS = {function.__name__: Check(function, REMEDY) for function in FUNCTIONS}
 
 if __name__ == "__main__":
     checks.CHECKS.update(CHECKS)
-    sys.exit(checks.main(sys.argv[1:]))
+    if sys.argv[1] in CHECKS:
+        sys.exit(checks.main(sys.argv[1:]))
+    from exgrpo.tools import doctor
+
+    doctor.CHILD = "tests.tools.broken_checks"
+    sys.exit(doctor.main(sys.argv[1:]))

@@ -14,13 +14,14 @@ from tests.train.run.test_run import SMALL, continued, records
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["1 rank", "2 ranks"])
+def runs(request, tmp_path_factory):
     """A run that saves adapters, and one that went on from its middle and saved the model with them added."""
     root = tmp_path_factory.mktemp("runs")
     arguments = ("--lora.rank=4", "--optimizer.lr=1e-3", "--checkpoint.every=2", f"--output.folder={root}")
-    completed(MAIN, *SMALL, *arguments, ranks=2)
-    return root / "small", continued(root / "small", "--lora.result=merged", ranks=2)
+    done = completed(MAIN, *SMALL, *arguments, "--preflight=off", ranks=request.param)
+    assert "preflight: " not in done.stdout
+    return root / "small", continued(root / "small", "--lora.result=merged", ranks=request.param)
 
 
 def steps(folder):

@@ -32,6 +32,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+from exgrpo.train.config.recipe import parse_args
+
 ROOT = Path(__file__).parents[2]
 TRAINING = (
     *("exgrpo.train.run.loop", "exgrpo.train.reward.worker", "exgrpo.kernels.cpu_chunks.cpu_fused"),
@@ -127,6 +129,7 @@ def serve(address: str, owner: str, *modules: str) -> None:
     for module in modules:
         with suppress(ModuleNotFoundError):  # vLLM 0.26 has not all of them
             import_module(module)
+    parse_args([])  # it reads the types and descriptions of all options once
     gc.freeze()  # a rank's collections pass over what it has from here, which they would look through and copy
     by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     with socket.socket(socket.AF_UNIX) as server:

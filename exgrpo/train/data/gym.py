@@ -57,10 +57,10 @@ def read_gym(source: str, split: str, count: int, seed: int) -> list[tuple[str, 
         "count": count,
         "seed": derive_seed(seed, f"{PREFIX}{split}") % 2**32,
     }
-    reply = _made(source, order)
-    if "problem" in reply:
-        raise DataError(f"{source}: {reply['problem']}")
-    return [(question, gold) for question, gold in reply["questions"]]
+    made = _made(source, order)
+    if "problem" in made:
+        raise DataError(f"{source}: {made['problem']}")
+    return [(question, gold) for question, gold in made["questions"]]
 
 
 def in_split(question: str, split: str) -> bool:
@@ -148,15 +148,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
-def main() -> None:
-    """Read a request and print the reply."""
-    reply: dict[str, Any]
+def reply(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the questions of a request, or the problem."""
     try:
-        reply = {"questions": make(json.load(sys.stdin))}
+        return {"questions": make(order)}
     except DataError as error:
-        reply = {"problem": str(error)}
-    print("\n" + json.dumps(reply))
+        return {"problem": str(error)}
 
 
 if __name__ == "__main__":
-    main()
+    print("\n" + json.dumps(reply(json.load(sys.stdin))))

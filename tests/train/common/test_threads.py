@@ -11,8 +11,7 @@ import pytest
 
 from exgrpo.train.common import threads as module
 from exgrpo.train.common.threads import choose, look, quota
-from exgrpo.train.config.recipe import load_recipe
-from tests.train.launch import MAIN, completed, launch
+from tests.train.launch import launch
 
 FOUR = set(range(4))
 SPIN = "import os\nos.sched_setaffinity(0, {%d})\nwhile True: pass"
@@ -124,16 +123,3 @@ def test_every_process_computes_with_what_is_asked_for(tmp_path, monkeypatch):
     for asked, expected in (("0", "True 3 OMP_NUM_THREADS"), ("4", "True 4 distributed.threads")):
         done = launch(program, asked, ranks=2)
         assert done.stdout.splitlines() == [expected] * 2, done.stderr
-
-
-def test_a_run_says_its_threads_and_keeps_them(tmp_path):
-    options = (f"--output.folder={tmp_path}", "--output.name=run", "--checkpoint.every=1", "--data.test", "None")
-    sizes = ("--questions=4", "--rollout.samples=2", "--rollout.max_tokens=8", "--optimizer.minibatches=1")
-    first = launch(MAIN, *options, *sizes, "--preflight=off", "--steps=1", "--distributed.threads=2")
-    assert "2 threads in each process: distributed.threads\n" in first.stdout, first.stderr
-    assert "preflight: " not in first.stdout
-    engine = load_recipe(tmp_path / "run" / "config.yaml").rollout.engine
-    assert engine != "auto", "the run keeps the engine that it has chosen"
-    assert f"rollouts by {engine}" in first.stdout
-    goes_on = completed(MAIN, f"--resume={tmp_path / 'run'}", "--steps=2", "--distributed.threads=1")
-    assert "1 thread in each process: distributed.threads; the run began with 2" in goes_on.stdout

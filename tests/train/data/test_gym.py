@@ -1,7 +1,6 @@
 """Questions and verifiers of reasoning-gym, with the real package."""
 
 import json
-import os
 
 import pytest
 
@@ -13,9 +12,8 @@ from exgrpo.train.data.files import from_hub, read_rows
 from exgrpo.train.reward.form import Graded, elsewhere
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.reward.worker import hashed
-from tests.programs import python
-from tests.train.launch import ROOT
 
+MADE = gym._made
 SOURCE = "reasoning_gym:countdown?max_numbers=3&min_numbers=3"
 
 
@@ -38,6 +36,12 @@ def test_a_source_needs_a_limit_and_a_known_split():
 
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Questions are made in this process, which has imported the package."""
+    monkeypatch.setattr(gym, "_made", lambda _, order: gym.reply(order))
 
 
 def test_arguments_shape_the_questions():
@@ -81,15 +85,14 @@ def test_the_splits_share_no_question_even_where_there_are_few_and_too_few_are_t
         rows(source, "test", 500)
 
 
-def test_every_process_has_the_same_questions():
+def test_every_process_has_the_same_questions(monkeypatch):
     """word_ladder walks through sets of texts, whose order depends on PYTHONHASHSEED."""
-    program = (
-        "from exgrpo.train.data.files import read_rows\n"
-        "print([row.question for row in read_rows('reasoning_gym:word_ladder', split='train', limit=5, seed=0)])\n"
-    )
-    env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}  # this process has another one
-    here = [row.question for row in rows("reasoning_gym:word_ladder", limit=5)]
-    assert python("-c", program, env=env) == f"{here}\n"
+    monkeypatch.setattr(gym, "_made", MADE)
+    found = []
+    for seed in ("1", "12345"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append(rows("reasoning_gym:word_ladder", limit=5))
+    assert found[0] == found[1]
 
 
 def test_the_verifier_takes_the_answer_from_what_follows_the_thinking():

@@ -152,21 +152,18 @@ def test_what_says_that_there_is_no_answer_and_what_no_box_can_hold_is_never_ear
 
 @pytest.mark.parametrize(
     ("form", "lost"),
-    [("boxed", []), ("tags", []), ("line", ["a\nb", "x" * 400]), ("hashes", ["a\nb", "x" * 400, "x + y", "(C)"])],
+    [("auto", 0), ("boxed", 0), ("tags", 0), ("line", 2), ("hashes", 3)],
 )
-def test_a_gold_answer_has_to_fit_the_form_that_is_read(form, lost):
-    others = ["x + y", "a\nb", "x" * 400, "(C)"]
-    found = unearnable(["72", "1,000", "3/4", "\\frac{3}{4}", *others], RewardConfig(form=form))
-    assert found == set(lost)
-
-
-@pytest.mark.parametrize("form", ["auto", "boxed", "tags", "line", "hashes"])
-def test_what_is_left_can_be_earned(form):
+def test_a_gold_answer_has_to_fit_the_form_that_is_read_and_what_is_left_can_be_earned(form, lost):
     """By a grader of a run, from the least response in that form."""
+    others = ["a\nb", "x" * 400, "x + y"]
+    found = unearnable([*SOUND, *others], RewardConfig(form=form))
+    assert found & set(others) == set(others[:lost])
+    assert ("(C)" in found) == (form == "hashes")
+    assert not found & {"72", "1,000", "3/4", "\\frac{3}{4}"}
     written = {"tags": "<answer>%s</answer>", "line": "Answer: %s", "hashes": "#### %s"}.get(form, "\\boxed{%s}")
     decimals = {"3/4": "0.75", "\\frac{3}{4}": "0.75", "50\\%": "50"} if form == "hashes" else {}
-    earnable = [gold for gold in SOUND if gold not in unearnable(SOUND, RewardConfig(form=form))]
-    assert "\\frac{3}{4}" in earnable
+    earnable = [gold for gold in SOUND if gold not in found]
     if form == "hashes":  # digits alone
         earnable = [gold for gold in earnable if gold in ("72", "-3.5", "1,000", *decimals)]
     with Grader.of(["math_no_think"], RewardConfig(form=form, workers=1)) as grader:

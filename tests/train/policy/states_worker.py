@@ -1,10 +1,12 @@
-"""Optimiser steps that go on from a folder: `states_worker.py FIRST LAST FROM TO CASE...`.
+"""Optimiser steps that go on from a folder: `states_worker.py FOLDER JOBS CASE...`.
 
-Takes the mini-batches FIRST to LAST - 1 of each case, from the states in FROM/CASE where there are any, and leaves the
-states in TO/CASE.
+Takes, for each [FIRST, LAST, FROM, TO] of the JSON list JOBS, the mini-batches FIRST to LAST - 1 of each case, from the
+states in FOLDER/FROM/CASE where there are any, and leaves the states in FOLDER/TO/CASE.
 """
 
+import json
 import sys
+from itertools import product
 from pathlib import Path
 
 from exgrpo.train.common.distributed import start
@@ -25,23 +27,23 @@ CASES = {
 }
 
 
-def main(first: int, last: int, origin: Path, result: Path, names: list[str]) -> None:
+def main(folder: Path, jobs: list[tuple[int, int, str, str]], names: list[str]) -> None:
     world = start(timeout_minutes=2)
     tiny.allow_fp16()
     states.FILE_BYTES = 20_000  # several files for each rank
-    for name in names:
-        config = tiny.config(result.parent / "model", OBJECTIVE, **CASES[name])
+    for (first, last, origin, result), name in product(jobs, names):
+        config = tiny.config(folder / "model", OBJECTIVE, **CASES[name])
         if name == "persistent":
             distributed = config.distributed.model_copy(update={"persistence_threshold": 1000})
             config = config.model_copy(update={"distributed": distributed})
         policy = Policy(config, find_model(config.policy.path), world)
-        if (origin / name).exists():
-            policy.load_checkpoint(origin / name)
+        if (folder / origin / name).exists():
+            policy.load_checkpoint(folder / origin / name)
         for minibatch in tiny.minibatches(OBJECTIVE)[first:last]:
             policy.update(minibatch, clip=True)
-        policy.save_checkpoint(result / name)
+        policy.save_checkpoint(folder / result / name)
 
 
 if __name__ == "__main__":
-    first, last, origin, result, *names = [one for one in sys.argv[1:] if not one.startswith("--local_rank")]
-    main(int(first), int(last), Path(origin), Path(result), names)
+    folder, jobs, *names = [one for one in sys.argv[1:] if not one.startswith("--local_rank")]
+    main(Path(folder), json.loads(jobs), names)

@@ -79,9 +79,8 @@ CASES = {
     "fp16, poison": case("tied", dtype="fp16", poison=True),
 }
 OF_TWO = (
-    *("tied", "no clip, token mean", "plain ratio, checkpointing", "schedule", "any gradient", "adapters, head"),
-    *("saved adapters", "regression beside shaped tokens", "divergence, adapters", "allowed tokens, whole answers"),
-    *("poison", "bf16", "fp16", "fp16, poison"),
+    *("tied", "no clip, token mean", "plain ratio, checkpointing", "saved adapters", "regression beside shaped tokens"),
+    *("divergence, adapters", "allowed tokens, whole answers", "poison", "bf16", "fp16", "fp16, poison"),
 )
 """Cases that two ranks have without --long: every way to normalise, to shard and to scale."""
 

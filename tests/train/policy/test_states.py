@@ -30,24 +30,20 @@ names = pytest.mark.parametrize(
 )
 
 
-def run(ranks, *arguments):
-    completed(WORKER, *map(str, arguments), ranks=ranks)
-
-
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Folders of states after three steps: at once by one process, and one step by 3, by 2 and by 1."""
     folder = tmp_path_factory.mktemp("states")
     tiny.save_model(folder / "model", tied=False)
     cases = [name for name in CASES if name not in LONG or request.config.getoption("--long")]
-    run(1, 0, 3, "-", folder / "straight", *cases)
-    origin = folder / "-"
-    for step, ranks in enumerate((3, 2, 1)):
-        run(ranks, step, step + 1, origin, folder / f"changed {step}", *cases)
-        origin = folder / f"changed {step}"
-    # What one process has left, loaded by two and saved again, and that by one.
-    run(2, 3, 3, folder / "straight", folder / "two", *cases)
-    run(1, 3, 3, folder / "two", folder / "back", *cases)
+    for ranks, jobs in (
+        (1, [(0, 3, "-", "straight")]),
+        (3, [(0, 1, "-", "changed 0")]),
+        # What one process has left, loaded by two and saved again, and that by one.
+        (2, [(1, 2, "changed 0", "changed 1"), (3, 3, "straight", "two")]),
+        (1, [(2, 3, "changed 1", "changed 2"), (3, 3, "two", "back")]),
+    ):
+        completed(WORKER, str(folder), json.dumps(jobs), *cases, ranks=ranks)
     return folder
 
 

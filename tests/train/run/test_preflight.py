@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exgrpo.train.common.errors import RewardError
 from exgrpo.train.common.functions import ASSETS
-from exgrpo.train.config.recipe import DEFAULT_RUN
+from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
 from exgrpo.train.reward.pool import Grader
 from exgrpo.train.rollout.engine import Finished, Sampling
 from exgrpo.train.run.preflight import preflight
@@ -218,9 +218,11 @@ def test_one_of_several_rewards_that_never_works_is_enough(tmp_path):
 
 
 def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_goes_on(tmp_path):
+    """With another number of threads, and with the engine that it has chosen."""
     reward = tmp_path / "mine.py"
     reward.write_text("def score(response, gold):\n    raise KeyError('[/b]')\n")
     arguments = (*SMALL, "--preflight=warn", f"--reward.function={reward}:score", f"--output.folder={tmp_path}/runs")
+    arguments += ("--rollout.engine=auto", "--distributed.threads=2")
     run = tmp_path / "runs" / "small"
     done = launch(MAIN, *arguments)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -230,8 +232,11 @@ def test_a_run_whose_reward_fails_while_it_trains_stops_with_a_checkpoint_and_go
     assert "KeyError: '[/b]' (mine.py, line 2). Fix the function, or tolerate more by --reward.max_failed" in error
     assert error.endswith(f" --resume {run}")
     assert "Traceback" not in done.stderr
+    assert "2 threads in each process: distributed.threads " in printed
+    assert f"rollouts by {load_recipe(run / 'config.yaml').rollout.engine} " in printed
     reward.write_text("def score(response, gold):\n    return float(gold in response)\n")
-    done = completed(MAIN, f"--resume={run}")
+    done = completed(MAIN, f"--resume={run}", "--distributed.threads=1")
+    assert "1 thread in each process: distributed.threads; the run began with 2" in done.stdout
     steps = records(run)
     failed = [record["reward_failed_fraction"] for record in steps if record["kind"] == "training"]
     assert failed == [1, 1, 1, 0]

@@ -4,20 +4,26 @@ import json
 import math
 import os
 import shutil
+import signal
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from exgrpo.train.checkpoint.listing import find
+from exgrpo.train.checkpoint.resume import FINISHED
 from exgrpo.train.common.durable import claim
 from exgrpo.train.common.functions import ASSETS
 from exgrpo.train.config.recipe import DEFAULT_RUN, load_recipe
 from exgrpo.train.metrics.log_files import read_samples
-from tests.train.launch import MAIN, completed, launch, launch_by_deepspeed
+from tests.programs import wait_for
+from tests.train.checkpoint.parts import flip
+from tests.train.launch import MAIN, Ranks, completed, launch, launch_by_deepspeed
 
 SMALL = (
     *("--steps=4", "--questions=8", "--rollout.samples=4", "--data.train_limit=40", "--data.test_limit=16"),
     *("--experience.start_pass_rate=0", "--rollout.engine=transformers", "--output.name=small"),
 )
+SAVED = (*SMALL, "--checkpoint.every=1", "--checkpoint.keep=3", "--evaluation.every=3")
 
 
 def records(folder):
@@ -45,16 +51,19 @@ def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     # By its launcher each rank imports everything anew: half a minute of a processor.
     start = launch_by_deepspeed if request.param == 2 and request.config.getoption("--long") else launch
-    done = completed(MAIN, *SMALL, f"--output.folder={folder}", ranks=request.param, by=start)
+    done = completed(MAIN, *SAVED, f"--output.folder={folder}", ranks=request.param, by=start)
     assert "gemm_4bit_forward" not in done.stdout + done.stderr
     return folder / "small", done.stdout
+
+
+two_ranks = pytest.mark.parametrize("run", [2], ids=["2 ranks"], indirect=True)
 
 
 def test_the_console_tells_the_story(run):
     folder, printed = run
     assert "rollout engine and trainer agree" in printed
     assert "TFLOP/s here; mfu is the share of that rate that training reaches" in printed
-    assert printed.count("held-out Pass@1 after") == 2
+    assert printed.count("held-out Pass@1 after") == 3
     assert "step 4  reward" in printed
     for column in ("Pass@1", "entropy", "replayed", "buffer", "retired", "tokens/s"):
         assert column in printed
@@ -110,7 +119,7 @@ def test_results_can_be_used(run):
 def test_the_same_seed_gives_the_same_run(run, request):
     folder, _ = run
     ranks = int(request.node.callspec.id[0])
-    completed(MAIN, *SMALL, f"--output.folder={folder.parent}", "--output.name=again", ranks=ranks)
+    completed(MAIN, *SAVED, f"--output.folder={folder.parent}", "--output.name=again", ranks=ranks)
     again = folder.with_name("again")
     assert untimed(again) == untimed(folder)
     assert (again / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
@@ -166,3 +175,63 @@ def test_a_run_in_use_is_not_continued_by_another_process(run):
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert f"{folder} is in use by another process (process {os.getpid()} on" in error
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+DECISIONS = ("step", "reward", "pass_rate", "generated_tokens", "replayed", "buffer_trajectories", "retired")
+ROUNDED = {"entropy": 1e-4, "loss": 1e-3, "grad_norm": 1e-3}
+"""Of these the order of sums is visible, as between one and two processes that are not interrupted."""
+
+
+def assert_same_but_for_rounding(records, rights):
+    for mine, right in zip(records, rights, strict=True):
+        assert {key: mine.get(key) for key in DECISIONS} == {key: right.get(key) for key in DECISIONS}
+        for key, bound in ROUNDED.items():
+            if right.get(key) is None:  # an evaluation, or a step without an update
+                assert mine.get(key) is None
+            else:
+                assert mine[key] == pytest.approx(right[key], rel=bound, abs=1e-6), (key, right["step"])
+
+
+@two_ranks
+def test_a_killed_run_goes_on_with_another_number_of_processes(tmp_path, run):
+    """With more, which are killed behind a checkpoint, and then with fewer."""
+    whole, _ = run
+    copy = shutil.copytree(whole, tmp_path / "small")
+    for step in (3, 4):
+        shutil.rmtree(copy / "checkpoints" / f"step_{step:08}")
+    running = Ranks(MAIN, f"--resume={copy}", ranks=3)
+    wait_for(lambda: not running.running() or find(copy)[0].step > 2)
+    running.ranks[-1].send(signal.SIGKILL)
+    running.finish()
+    assert find(copy)[0].step == 3
+    done = completed(MAIN, f"--resume={copy}")
+    assert "going on with" in done.stdout
+    assert_same_but_for_rounding(untimed(copy), untimed(whole))
+
+
+@two_ranks
+def test_a_run_of_two_ranks_with_damaged_files_gives_the_same_metrics(tmp_path, run):
+    whole, _ = run
+    copy = shutil.copytree(whole, tmp_path / "damaged")
+    (copy / FINISHED).unlink()
+    shard = sorted((copy / "checkpoints" / "step_00000004" / "policy").glob("rank_00001_*.safetensors"))[0]
+    flip(shard)
+    (copy / "config.yaml").write_text("")
+    done = completed(MAIN, f"--resume={copy}", ranks=2)
+    assert f"going on with {copy} after step 3" in done.stdout
+    assert done.stderr.count(f"{shard} is damaged") == 1
+    assert done.stderr.count(f"{copy / 'config.yaml'} is empty") == 1
+    assert untimed(copy) == untimed(whole)
+    assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    config = (whole / "config.yaml").read_text().replace("resume: null", f"resume: {copy}")
+    assert (copy / "config.yaml").read_text() == config
+    assert [found.step for found in find(copy)] == [4, 3, 2]
+
+
+@two_ranks
+def test_the_last_checkpoint_has_the_last_evaluation(run):
+    """A run that goes on with more steps keeps it in its log, and knows which model is the best one."""
+    whole, _ = run
+    progress = find(whole)[0].manifest.progress
+    assert progress["evaluations"]["latest"]["step"] == 4
+    assert progress["log"]["metrics"] == (whole / "metrics.jsonl").stat().st_size
